@@ -1,0 +1,1 @@
+"""The engines and the three stage workers with their gRPC services."""

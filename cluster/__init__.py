@@ -1,0 +1,1 @@
+"""The Serve application: config, directory, routing, autoscaling, gateway, launch."""

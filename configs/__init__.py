@@ -1,0 +1,1 @@
+"""Presets: models, clusters, Ray launcher files. Data only."""

@@ -1,0 +1,1 @@
+"""The page format, its keys, and the store: knows bytes, never tensors."""

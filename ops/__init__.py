@@ -1,0 +1,1 @@
+"""The ``cedar`` command, live view, cache tooling and benchmarks."""

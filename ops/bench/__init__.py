@@ -1,0 +1,1 @@
+"""Benchmarks; speed lives here and never in tests."""
