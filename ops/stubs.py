@@ -54,8 +54,9 @@ def stale(root: Path) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m cedar.ops.stubs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a committed stub is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a stub is stale")
     arguments = parser.parse_args(argv)
     root = proto_root()
     if arguments.check:
@@ -63,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             print(f"stale: proto/{name}; run python -m cedar.ops.stubs")
         return 1 if names else 0
-    for name in generate(root, root):
-        print(f"wrote proto/{name}")
+    for written in generate(root, root):
+        print(f"wrote proto/{written}")
     return 0
 
 

@@ -36,17 +36,19 @@ class FeaturesRequest(_message.Message):
     def __init__(self, content_hash: _Optional[bytes] = ...) -> None: ...
 
 class FeatureMeta(_message.Message):
-    __slots__ = ("content_hash", "rows", "width")
+    __slots__ = ("content_hash", "rows", "width", "checksum")
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     content_hash: bytes
     rows: int
     width: int
-    def __init__(self, content_hash: _Optional[bytes] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ...) -> None: ...
+    checksum: bytes
+    def __init__(self, content_hash: _Optional[bytes] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "images", "sampling", "root_key", "page_keys", "hit_pages", "window", "decode_address", "decode_incarnation", "features", "prompt_tokens", "tenant")
+    __slots__ = ("request_id", "token_ids", "images", "sampling", "root_key", "page_keys", "hit_pages", "window", "decode_address", "decode_incarnation", "features", "prompt_tokens", "tenant", "encoder_start")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,7 @@ class PrefillRequest(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_START_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
     images: _containers.RepeatedCompositeFieldContainer[_common_pb2.ImageSpan]
@@ -73,7 +76,8 @@ class PrefillRequest(_message.Message):
     features: _containers.RepeatedCompositeFieldContainer[FeatureSource]
     prompt_tokens: int
     tenant: bytes
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., hit_pages: _Optional[int] = ..., window: _Optional[_Union[WindowRef, _Mapping]] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSource, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    encoder_start: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., hit_pages: _Optional[int] = ..., window: _Optional[_Union[WindowRef, _Mapping]] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSource, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ..., encoder_start: _Optional[int] = ...) -> None: ...
 
 class WindowRef(_message.Message):
     __slots__ = ("page_key", "tokens", "digest")
@@ -102,10 +106,12 @@ class PrefillEvent(_message.Message):
     def __init__(self, admitted: _Optional[_Union[PrefillAdmitted, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
 
 class PrefillAdmitted(_message.Message):
-    __slots__ = ("sources",)
+    __slots__ = ("sources", "encoder_start")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_START_FIELD_NUMBER: _ClassVar[int]
     sources: _common_pb2.PromptSources
-    def __init__(self, sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
+    encoder_start: int
+    def __init__(self, sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ..., encoder_start: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("traffic", "queue_s", "compute_s", "handoff_s")
@@ -246,7 +252,7 @@ class WorkerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("stage", "incarnation", "pid", "active", "queued", "pages_total", "pages_leased", "pages_cached", "slots_total", "slots_leased", "counters")
+    __slots__ = ("stage", "incarnation", "pid", "active", "queued", "pages_total", "pages_leased", "pages_cached", "slots_total", "slots_leased", "counters", "fingerprint", "page_tokens", "page_bytes", "draining")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +271,10 @@ class WorkerStatus(_message.Message):
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_LEASED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     stage: str
     incarnation: int
     pid: int
@@ -276,4 +286,8 @@ class WorkerStatus(_message.Message):
     slots_total: int
     slots_leased: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, stage: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_leased: _Optional[int] = ..., pages_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_leased: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    fingerprint: bytes
+    page_tokens: int
+    page_bytes: int
+    draining: bool
+    def __init__(self, stage: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_leased: _Optional[int] = ..., pages_cached: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_leased: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., fingerprint: _Optional[bytes] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...

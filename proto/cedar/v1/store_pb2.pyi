@@ -40,12 +40,16 @@ class GetPagesRequest(_message.Message):
     def __init__(self, page_keys: _Optional[bytes] = ...) -> None: ...
 
 class StoredMeta(_message.Message):
-    __slots__ = ("page_keys", "value_bytes")
+    __slots__ = ("page_keys", "value_bytes", "first_page", "tenant")
     PAGE_KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     page_keys: bytes
     value_bytes: int
-    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ...) -> None: ...
+    first_page: int
+    tenant: bytes
+    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ..., first_page: _Optional[int] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class PutPagesResponse(_message.Message):
     __slots__ = ("stored", "present", "conflicts", "refused")

@@ -1,0 +1,203 @@
+"""Continuous batching: one forward a step for every running sequence, on the engine's own thread.
+
+The thread owns the running sequences; the loop's thread owns pages, slots and logs. They talk through calls
+(add, cancel, restore, drop) that run between steps, and events, one list a step, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cedar.actors.engine_thread import EngineThread
+from cedar.actors.network_memory import NetworkMemory
+from cedar.actors.sampling import stage_token
+from cedar.actors.scheduler import finish_reason
+from cedar.v1.common_pb2 import FinishReason, TokenEvent
+
+if TYPE_CHECKING:
+    from cedar.model.sampling import SampledToken, SamplingParams
+    from cedar.model.state import SequenceState
+
+
+@dataclass
+class Generation:
+    """A sequence being decoded. ``ids[length]`` is the last token, not run yet; ``index`` its number."""
+
+    request_id: str
+    state: SequenceState
+    sampling: SamplingParams
+    max_tokens: int
+    index: int
+
+
+@dataclass(frozen=True)
+class TokenOut:
+    """The next token of a request."""
+
+    request_id: str
+    token: TokenEvent
+
+
+@dataclass(frozen=True)
+class PageSealed:
+    """Page ``page`` of a request is complete; ``ids`` are its tokens, ``payload`` its bytes."""
+
+    request_id: str
+    page: int
+    ids: tuple[int, ...]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request is over; the engine does not touch its pages or slot any more.
+
+    ``ids[:length]`` have run; ``record`` is the window state at ``length``, None after a failure.
+    """
+
+    request_id: str
+    reason: FinishReason
+    detail: str
+    ids: tuple[int, ...]
+    length: int
+    record: bytes | None
+
+
+Event = TokenOut | PageSealed | Ended
+
+
+class DecodeEngine:
+    """Runs sequences until they end. ``sink`` gets events on the engine's thread."""
+
+    def __init__(
+        self,
+        memory: NetworkMemory,
+        thread: EngineThread,
+        sink: Callable[[Sequence[Event]], None],
+    ) -> None:
+        self._memory = memory
+        self._thread = thread
+        self._sink = sink
+        self._running: dict[str, Generation] = {}
+        self.steps = 0
+        self.tokens = 0
+        self.largest_batch = 0
+
+    async def add(self, generation: Generation) -> None:
+        """Start decoding a sequence whose state is in place."""
+
+        def enter() -> None:
+            self._running[generation.request_id] = generation
+
+        await self._thread.call(enter)
+        self._thread.wake()
+
+    async def cancel(self, request_id: str, detail: str) -> bool:
+        """End a sequence between two steps, keeping its window state; False when it does not run."""
+
+        def leave() -> bool:
+            generation = self._running.get(request_id)
+            if generation is None:
+                return False
+            self._sink([self._end(generation, FinishReason.FINISH_REASON_CANCELLED, detail)])
+            return True
+
+        return await self._thread.call(leave)
+
+    async def restore(self, state: SequenceState, record: bytes) -> None:
+        """Bring a sequence's window state into its slot."""
+        await self._thread.call(lambda: self._memory.restore(state, record))
+
+    def step(self) -> bool:
+        """One forward for all running sequences; whether any are left. Engine thread only."""
+        batch = list(self._running.values())
+        if not batch:
+            return False
+        network = self._memory.network
+        logits = network.decode(self._memory.kv, [generation.state for generation in batch])
+        self.steps += 1
+        self.largest_batch = max(self.largest_batch, len(batch))
+        events: list[Event] = []
+        try:
+            for generation, sampled in zip(batch, self._sample(batch, logits), strict=True):
+                events += self._sealed(generation)
+                if sampled is None:
+                    events.append(self._fail(generation, "the network gave logits that are not finite"))
+                else:
+                    events += self._advance(generation, sampled)
+        finally:
+            self._sink(events)  # what has happened is told, also when a bug ends the step
+        return bool(self._running)
+
+    async def discard(self, request_id: str) -> None:
+        """Forget a sequence, without an event."""
+        await self._thread.call(lambda: self._running.pop(request_id, None))
+
+    async def drop_all(self) -> None:
+        """Forget every sequence, without events: their owner lets go of them."""
+        await self._thread.call(self.clear)
+
+    def clear(self) -> None:
+        """The same, on the engine's thread."""
+        self._running.clear()
+
+    def _sample(self, batch: Sequence[Generation], logits: object) -> list[SampledToken | None]:
+        import torch
+        from cedar.model.prompt_errors import LogitsError
+        from cedar.model.sampling import sample_batch
+
+        assert isinstance(logits, torch.Tensor)
+        params = [generation.sampling for generation in batch]
+        positions = [len(generation.state.ids) for generation in batch]
+        try:
+            return list(sample_batch(logits, params, positions))
+        except LogitsError as error:
+            good = [row for row in range(len(batch)) if row not in error.rows]
+            result: list[SampledToken | None] = [None] * len(batch)
+            if good:
+                some = sample_batch(logits[good], [params[r] for r in good], [positions[r] for r in good])
+                for row, sampled in zip(good, some, strict=True):
+                    result[row] = sampled
+            return result
+
+    def _advance(self, generation: Generation, sampled: SampledToken) -> list[Event]:
+        state = generation.state
+        position = len(state.ids)
+        state.ids.append(sampled.id)
+        generation.index += 1
+        self.tokens += 1
+        events: list[Event] = [TokenOut(generation.request_id, stage_token(generation.index, sampled))]
+        reason = finish_reason(
+            sampled.id,
+            index=generation.index,
+            position=position,
+            max_tokens=generation.max_tokens,
+            stop_ids=generation.sampling.stop_ids,
+            ignore_eos=generation.sampling.ignore_eos,
+            model=self._memory.model,
+        )
+        if reason is not None:
+            events.append(self._end(generation, reason, ""))
+        return events
+
+    def _sealed(self, generation: Generation) -> list[PageSealed]:
+        state, page_tokens = generation.state, self._memory.model.page_tokens
+        if state.length % page_tokens:
+            return []
+        page = state.length // page_tokens - 1
+        ids = tuple(state.ids[page * page_tokens : state.length])
+        return [PageSealed(generation.request_id, page, ids, self._memory.pages.read(state.pages[page]))]
+
+    def _end(self, generation: Generation, reason: FinishReason, detail: str) -> Ended:
+        state = generation.state
+        record = self._memory.export(state)
+        del self._running[generation.request_id]
+        return Ended(generation.request_id, reason, detail, tuple(state.ids), state.length, record)
+
+    def _fail(self, generation: Generation, detail: str) -> Ended:
+        del self._running[generation.request_id]
+        state = generation.state
+        failed = FinishReason.FINISH_REASON_FAILED
+        return Ended(generation.request_id, failed, detail, tuple(state.ids), state.length, None)

@@ -1,0 +1,108 @@
+"""The gateway process: fleet, store look-up and the Generation service behind one gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from typing import Any
+
+import grpc
+
+from cedar.actors.prompts import PromptTools
+from cedar.cluster.config import ClusterConfig
+from cedar.cluster.directory import Load, Worker
+from cedar.cluster.directory_client import Directory
+from cedar.cluster.errors import PortInUse
+from cedar.cluster.fleet import Fleet
+from cedar.cluster.generation import GenerationService
+from cedar.cluster.stage_calls import WORKER
+from cedar.cluster.store_lookup import StoreLookup
+from cedar.cluster.tenants import Tenants
+from cedar.kvstore.rpc import add_health, server_options, service_handler
+from cedar.v1 import generation_pb2, stages_pb2
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+
+
+class Gateway:
+    """``start()`` loads the tokenizer and listens; ``stop()`` drains and closes. Used on one event loop."""
+
+    def __init__(self, config: ClusterConfig, directory: Directory, tenants: Tenants) -> None:
+        self._config = config
+        self._tenants = tenants
+        self._directory = directory
+        self._server: grpc.aio.Server | None = None
+        self._health: Any = None
+        self._address = ""
+        self.incarnation = secrets.randbits(62) | 1
+        self.fleet = Fleet(directory, config.directory)
+
+    async def start(self) -> str:
+        """Listen. Returns "host:port"; raises ``PortInUse``."""
+        settings = self._config.gateway
+        tools = await asyncio.to_thread(PromptTools.load, self._config.model.path, self._config.model.page_tokens)
+        self.store = StoreLookup(self.fleet, tools.fingerprint, self._config.deadlines.store_s)
+        self.service = GenerationService(self._config, tools, self._tenants, self.fleet, self.store)
+        server = grpc.aio.server(options=server_options(settings.max_request_bytes))
+        server.add_generic_rpc_handlers((service_handler(GENERATION, self.service), service_handler(WORKER, self)))
+        self._health = add_health(server, [GENERATION, WORKER])
+        try:
+            port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise PortInUse(settings.host, settings.port)
+        await self.fleet.start()
+        await server.start()
+        self._server = server
+        self._address = f"{settings.host}:{port}"
+        return self._address
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let the running ones end for ``drain_s``, then cancel them. Idempotent."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        self.service.draining = True
+        await self._health.enter_graceful_shutdown()
+        await server.stop(grace=drain_s)
+        await self.store.close()
+        await self.fleet.stop()
+        self.service.close()
+
+    @property
+    def load(self) -> Load:
+        """Requests in the stages, and waiting for room."""
+        return Load(active=self.service.admission.active, queued=self.service.admission.waiting)
+
+    def describe(self) -> Worker:
+        """This gateway's announcement."""
+        return Worker(
+            stage="gateway",
+            address=self._address,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            draining=self.service.draining,
+            load=self.load,
+        )
+
+    async def GetStatus(self, request: stages_pb2.WorkerStatusRequest, context: Any) -> stages_pb2.WorkerStatus:
+        """See stages.proto."""
+        service = self.service
+        counters = {name: float(value) for name, value in service.counters.items()}
+        return stages_pb2.WorkerStatus(
+            stage="gateway",
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            active=self.load.active,
+            queued=self.load.queued,
+            draining=service.draining,
+            counters={
+                **counters,
+                "refused": float(service.admission.refused),
+                "store_errors": float(self.store.misses_by_error),
+                "directory_age_s": self.fleet.view_age_s,
+                "workers": float(len(self.fleet.view.workers)),
+            },
+        )

@@ -1,0 +1,108 @@
+"""A Ray of our own, isolated from every other on the machine; or a seat in an existing one.
+
+Traps that this module knows: ``ray.init`` may join a stale cluster (``address="local"`` does not);
+Ray decides on token authentication at import (``RAY_AUTH_MODE`` is set before, in every process);
+``ray stop`` ends every Ray on the machine (never called: processes are ended by id).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from typing import Any
+
+from cedar.cluster.config import ClusterConfig
+from cedar.cluster.environment import local_ray_environment, worker_environment
+from cedar.cluster.errors import LaunchError
+from cedar.cluster.processes import ProcessId, descendants, end, using_directory, wait_gone
+
+# Processes of a cluster besides the stages: controller, build task, directory, gateway.
+SYSTEM_PROCESSES = 4
+
+
+class RaySession:
+    """This process's use of Ray, from ``start`` to ``stop``. One at a time in a process."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._processes: list[ProcessId] = []
+        self.temp_directory = ""
+
+    @property
+    def local(self) -> bool:
+        """Whether the Ray is our own."""
+        return self._config.ray.address is None
+
+    def start(self) -> None:
+        """Start or join. Raises ``LaunchError``."""
+        os.environ.update(local_ray_environment(self._config) if self.local else worker_environment(self._config))
+        os.environ.pop("RAY_ADDRESS", None)
+        import ray
+
+        if ray.is_initialized():
+            raise LaunchError("ray", "this process uses Ray already; use another process")
+        try:
+            ray.init(**self._options())
+        except Exception as error:  # Ray raises many kinds, none of which can be told from another
+            self.stop()
+            raise LaunchError("ray", f"{type(error).__name__}: {error}") from error
+        self._remember()
+
+    def stop(self, timeout_s: float = 10.0) -> list[ProcessId]:
+        """Leave, or end everything that was started. Returns processes that would not end. Idempotent."""
+        import ray
+
+        self._remember()
+        ray.shutdown()
+        if not self.local:
+            return []
+        left = end(wait_gone(self._processes, timeout_s), grace_s=2.0)
+        if self.temp_directory:
+            shutil.rmtree(self.temp_directory, ignore_errors=True)
+        self._processes = left
+        return left
+
+    def _options(self) -> dict[str, Any]:
+        ray_settings = self._config.ray
+        common: dict[str, Any] = {
+            "namespace": ray_settings.namespace,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "configure_logging": True,
+        }
+        if not self.local:
+            return {**common, "address": ray_settings.address}
+        self.temp_directory = tempfile.mkdtemp(prefix="cedar-", dir=ray_settings.temp_directory)
+        from ray._private import ray_constants
+
+        # Read at import, which may have been before ours: all of this Ray's servers bind loopback.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        return {
+            **common,
+            "address": "local",
+            "num_cpus": ray_settings.cpus or local_cpus(self._config),
+            "num_gpus": ray_settings.gpus,
+            "object_store_memory": ray_settings.object_store_bytes,
+            "include_dashboard": False,
+            "_temp_dir": self.temp_directory,
+        }
+
+    def _remember(self) -> None:
+        if not self.local or not self.temp_directory:
+            return
+        roots = using_directory(self.temp_directory)
+        known = {*self._processes, *roots}
+        for root in roots:
+            known.update(descendants(root.pid))
+        self._processes = [process for process in known if process.alive]
+
+
+def local_cpus(config: ClusterConfig) -> int:
+    """CPUs that a local Ray is told of: Ray starts that many workers ahead, so one for each process that comes."""
+    stages = config.encoder.autoscaling.min + config.prefill.autoscaling.min + config.decode.autoscaling.min
+    reserved = sum(
+        stage.cpus * stage.autoscaling.max for stage in (config.encoder, config.prefill, config.decode)
+    )
+    return max(SYSTEM_PROCESSES + config.store.nodes + stages, round(reserved + config.gateway.cpus + 1))

@@ -1,0 +1,106 @@
+"""Looks at a running cluster from another process, and ends it. gRPC and ``/proc`` only, no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+from cedar.cluster import state_file
+from cedar.cluster.errors import LaunchError
+from cedar.cluster.processes import ProcessId, descendants, end, using_directory, wait_gone
+from cedar.cluster.stage_calls import WORKER
+from cedar.cluster.state_file import ClusterState, WorkerEntry
+from cedar.kvstore.rpc import ServiceStub, channel_options
+from cedar.v1 import generation_pb2 as generation
+from cedar.v1 import stages_pb2 as stages
+from cedar.v1 import store_pb2 as store
+
+STORE = store.DESCRIPTOR.services_by_name["Store"]
+GENERATION = generation.DESCRIPTOR.services_by_name["Generation"]
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker's answer. ``error`` says why there is none."""
+
+    entry: WorkerEntry
+    status: stages.WorkerStatus | None = None
+    store: dict[str, float] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """Every worker's answer. ``model`` is None when the gateway does not answer."""
+
+    state: ClusterState
+    model: generation.GetModelResponse | None
+    workers: tuple[WorkerReport, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether everyone answers."""
+        return self.model is not None and all(not report.error for report in self.workers)
+
+
+def status(state: ClusterState, timeout_s: float = 2.0) -> ClusterStatus:
+    """Ask all workers at once. Never raises for one that does not answer."""
+    with ThreadPoolExecutor(max(1, min(32, len(state.workers)))) as pool:
+        reports = tuple(pool.map(lambda entry: _report(entry, timeout_s), state.workers))
+    model = None
+    with contextlib.suppress(grpc.RpcError), _stub(state.address, GENERATION) as stub:
+        model = stub.GetModel(generation.GetModelRequest(), timeout=timeout_s)
+    return ClusterStatus(state, model, reports)
+
+
+def stop(state: ClusterState, timeout_s: float = 60.0) -> None:
+    """Ask the owner to end its cluster and wait for it; clean up after an owner that is gone.
+
+    Raises ``LaunchError`` when processes are left.
+    """
+    mine = _processes(state)
+    if state.owner_alive:
+        os.kill(state.pid, signal.SIGTERM)
+        if wait_gone([ProcessId(state.pid, state.pid_started)], timeout_s):
+            raise LaunchError("serve", f"process {state.pid} has not ended its cluster after {timeout_s:g} s")
+    left = end(wait_gone({*mine, *_processes(state)}, 2.0), grace_s=3.0)
+    if state.ray_temp_dir:
+        shutil.rmtree(state.ray_temp_dir, ignore_errors=True)
+    state_file.remove(state.name)
+    if left:
+        raise LaunchError("ray", f"processes that would not end: {[process.pid for process in left]}")
+
+
+def _processes(state: ClusterState) -> set[ProcessId]:
+    """Processes of a cluster's own Ray: those that name its folder, and all below them."""
+    if not state.ray_temp_dir:
+        return set()
+    found = {process for process in using_directory(state.ray_temp_dir) if process.pid != state.pid}
+    for process in list(found):
+        found.update(descendants(process.pid))
+    return {process for process in found if process.pid not in (state.pid, os.getpid())}
+
+
+@contextlib.contextmanager
+def _stub(address: str, service: object):  # type: ignore[no-untyped-def]
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        yield ServiceStub(channel, service)  # type: ignore[arg-type]
+
+
+def _report(entry: WorkerEntry, timeout_s: float) -> WorkerReport:
+    try:
+        if entry.stage == "store":
+            with _stub(entry.address, STORE) as stub:
+                answer = stub.Stats(store.StatsRequest(), timeout=timeout_s)
+            return WorkerReport(entry, store=dict(answer.values))
+        with _stub(entry.address, WORKER) as stub:
+            return WorkerReport(entry, status=stub.GetStatus(stages.WorkerStatusRequest(), timeout=timeout_s))
+    except grpc.RpcError as error:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        return WorkerReport(entry, error=f"{code.name.lower() if code else error}")

@@ -1,0 +1,290 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Index scores for Hopper's matrix units, 32 heads of 128: packed keys go from memory to wgmma's registers directly.
+
+A key is the left operand. Its 64 payload bytes are loaded by four threads, 16 bytes each: one scale group a thread. Which of
+a thread's 32 channels meets which step of the product does not matter so long as the queries are permuted alike, so channels
+are named such that expanded bytes already lie where wgmma wants them: no shared memory, no shuffle.
+Keys and queries carry 2^-32 each (see `packed_triton`); the head weights give 2^64 back.
+"""
+
+from __future__ import annotations
+
+from cedar.kernels.packed_triton import _FP4_BF16
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+)
+
+_LANES = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+_BYTES = [[0, 1], [0, 2], [0, 4], [0, 8]]
+_LANES3 = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+_BYTES3 = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
+_WARPS4, _WARPS4_3 = [[16, 0], [32, 0]], [[16, 0, 0], [32, 0, 0]]
+
+
+def _linear(registers, lanes, warps, shape):
+    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], shape))
+
+
+# Keys [64 or 128, 64] of four warps, [128, 64] of eight; queries [32, 64] of four; as [rows, 4 groups, 16] for the scales.
+_RAW64 = _linear([*_BYTES, [8, 0]], _LANES, _WARPS4, [64, 64])
+_RAW64_3 = _linear([*_BYTES3, [8, 0, 0]], _LANES3, _WARPS4_3, [64, 4, 16])
+_RAW128 = _linear([*_BYTES, [8, 0], [64, 0]], _LANES, _WARPS4, [128, 64])
+_RAW128_3 = _linear([*_BYTES3, [8, 0, 0], [64, 0, 0]], _LANES3, _WARPS4_3, [128, 4, 16])
+_WIDE128 = _linear([*_BYTES, [8, 0]], _LANES, [*_WARPS4, [64, 0]], [128, 64])
+_WIDE128_3 = _linear([*_BYTES3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [128, 4, 16])
+_QUERY = _linear(_BYTES, _LANES, [[8, 0], [16, 0]], [32, 64])
+_QUERY_3 = _linear(_BYTES3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 16])
+_ACC32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_ACC128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def _expand(payload, scales, ROWS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.constexpr):
+    """bf16·2^-32 [ROWS, 128] of payload [ROWS, 64] and E8M0 bytes [ROWS, 4], channels in wgmma's order."""
+    exponent = scales.to(gl.int32) + 94
+    power = (gl.minimum(exponent, 254) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    wide = power[:, :, None] * gl.full([ROWS, 4, 16], 1.0, gl.bfloat16, RAW3)
+    scale = gl.convert_layout(gl.reshape(wide, [ROWS, 64]), RAW)
+    low, high = gl.inline_asm_elementwise(
+        _FP4_BF16, "=r,=r,=r,=r,r,r,r", [payload, scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+    )
+    both = gl.reshape(gl.join(low, high), [ROWS, 4, 8, 2, 2])
+    return gl.reshape(gl.permute(both, (0, 2, 3, 1, 4)), [ROWS, 128])
+
+
+@gluon.jit
+def _place(pages, page, row, ROWS: gl.constexpr, PAGE: gl.constexpr, OFFSET: gl.constexpr, WIDTH: gl.constexpr):
+    return pages + page.to(gl.int64) * PAGE + OFFSET + (row * WIDTH).to(gl.int64)
+
+
+@gluon.jit
+def _load_keys(
+    pages, table, entries, page_count, table_width, first, limit,
+    KEYS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """Raw bytes of keys first .. first+KEYS of the sequence whose table row is `table` (GATHER: of the entries named)."""
+    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, RAW))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW3)))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, RAW))
+    key3 = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW3)))
+    if ROWS % KEYS == 0 and not GATHER:
+        column = gl.minimum(first // ROWS, table_width - 1)
+        page = gl.minimum(gl.maximum(gl.load(table + column).to(gl.int32), 0), page_count - 1)
+        row = first % ROWS
+        at = _place(pages, page, row + key, ROWS, PAGE, PAYLOAD, 64)
+        at3 = _place(pages, page, row + key3, ROWS, PAGE, SCALES, 4)
+    else:
+        if GATHER:
+            entry = gl.maximum(gl.load(entries + first + key, mask=first + key < limit, other=0), 0).to(gl.int32)
+            entry3 = gl.maximum(gl.load(entries + first + key3, mask=first + key3 < limit, other=0), 0).to(gl.int32)
+        else:
+            entry = first + key
+            entry3 = first + key3
+        page = gl.load(table + gl.minimum(entry // ROWS, table_width - 1)).to(gl.int32)
+        page3 = gl.load(table + gl.minimum(entry3 // ROWS, table_width - 1)).to(gl.int32)
+        at = _place(pages, gl.minimum(gl.maximum(page, 0), page_count - 1), entry % ROWS, ROWS, PAGE, PAYLOAD, 64)
+        at3 = _place(pages, gl.minimum(gl.maximum(page3, 0), page_count - 1), entry3 % ROWS, ROWS, PAGE, SCALES, 4)
+    return gl.load(at[:, None] + byte[None, :]), gl.load(at3[:, None] + group[None, :])
+
+
+@gluon.jit
+def decode_scores(
+    q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr, best_ptr,
+    tokens, page_count, sequences, table_width, width, best_width, tiles_each,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    KEYS: gl.constexpr, TOKENS: gl.constexpr, GATHER: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(tiles / tiles_each), ceil(tokens / TOKENS)): TOKENS neighbouring tokens over a run of key tiles.
+
+    Keys are read once for neighbours of one sequence. GATHER scores entries [tokens, width] instead (TOKENS 1).
+    BLOCKS also writes the greatest score of every 8 keys to best [tokens, best_width].
+    """
+    RAW: gl.constexpr = _RAW64 if KEYS == 64 else _RAW128
+    RAW3: gl.constexpr = _RAW64_3 if KEYS == 64 else _RAW128_3
+    operand: gl.constexpr = gl.DotOperandLayout(0, _ACC32, 2)
+    base = gl.program_id(1) * TOKENS
+    queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, 32, 128], _SHARED)
+    head = gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY)).to(gl.int64)
+    head3 = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3))).to(gl.int64)
+    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, _QUERY))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
+    for i in gl.static_range(TOKENS):
+        asked = gl.minimum(base + i, tokens - 1)
+        q_bytes = gl.load(q_ptr + (asked * 32 + head)[:, None] * 64 + byte[None, :])
+        q_scales = gl.load(q_scale_ptr + (asked * 32 + head3)[:, None] * 4 + group[None, :])
+        queries.index(i).store(_expand(q_bytes, q_scales, 32, _QUERY, _QUERY_3))
+    fence_async_shared()
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, _ACC32))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, _ACC32))
+    block = gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+    start = gl.program_id(0) * tiles_each * KEYS
+    stop = gl.minimum(start + tiles_each * KEYS, width)
+    end = gl.minimum(base + TOKENS, tokens)
+    run = base
+    while run < end:  # one pass for every run of tokens of one sequence
+        sequence = gl.load(seq_ptr + run).to(gl.int32)
+        reach = gl.to_tensor(0)
+        until = run
+        if GATHER:
+            reach = width
+            until = run + 1
+        else:
+            same = 1
+            for j in gl.static_range(TOKENS):
+                at = gl.minimum(base + j, tokens - 1)
+                inside = (base + j >= run) & (base + j < end)
+                same = gl.where(inside & (gl.load(seq_ptr + at).to(gl.int32) != sequence), 0, same)
+                until = gl.where(inside & (same == 1), base + j + 1, until)
+                seen = gl.load(visible_ptr + at).to(gl.int32)
+                reach = gl.where(inside & (same == 1), gl.maximum(reach, seen), reach)
+        table = table_ptr + gl.minimum(gl.maximum(sequence, 0), sequences - 1).to(gl.int64) * table_width
+        entries = entries_ptr + run.to(gl.int64) * width
+        last = gl.minimum(stop, reach)
+        payload, scales = _load_keys(
+            pages_ptr, table, entries, page_count, table_width, gl.minimum(start, gl.maximum(last - 1, 0) // KEYS * KEYS),
+            width, KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
+        )  # fmt: skip
+        for first in range(start, last, KEYS):
+            keys = gl.convert_layout(_expand(payload, scales, KEYS, RAW, RAW3), operand)
+            ahead = gl.where(first + KEYS < last, first + KEYS, first)
+            payload, scales = _load_keys(
+                pages_ptr, table, entries, page_count, table_width, ahead, width,
+                KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
+            )  # fmt: skip
+            for j in gl.static_range(TOKENS):
+                token = base + j
+                if (token >= run) & (token < until):
+                    s = gl.full([KEYS, 32], 0.0, gl.float32, _ACC32)
+                    s = warpgroup_mma(keys, queries.index(j).permute((1, 0)), s, use_acc=False)
+                    weight = gl.load(weight_ptr + token.to(gl.int64) * 32 + column).to(gl.float32) * 18446744073709551616.0
+                    score = gl.sum(gl.maximum(s, 0.0) * weight[None, :], axis=1)
+                    row = token.to(gl.int64)
+                    if GATHER:
+                        present = gl.load(entries_ptr + row * width + first + key, mask=first + key < width, other=-1) >= 0
+                    else:
+                        present = first + key < gl.load(visible_ptr + token).to(gl.int32)
+                    score = gl.where(present, score, float("-inf"))
+                    gl.store(out_ptr + row * width + first + key, score, mask=first + key < width)
+                    if BLOCKS:
+                        best = gl.max(gl.reshape(score, [KEYS // 8, 8]), axis=1)
+                        best = gl.convert_layout(best, block.type.layout)
+                        where = first // 8 + block
+                        gl.store(best_ptr + row * best_width + where, best, mask=where < best_width)
+        rest = gl.maximum((last - start + KEYS - 1) // KEYS, 0) * KEYS + start
+        for first in range(rest, stop, KEYS):
+            for j in gl.static_range(TOKENS):
+                token = base + j
+                if (token >= run) & (token < until):
+                    row = token.to(gl.int64)
+                    nothing = gl.full([KEYS], float("-inf"), gl.float32, key.type.layout)
+                    gl.store(out_ptr + row * width + first + key, nothing, mask=first + key < width)
+                    if BLOCKS:
+                        where = first // 8 + block
+                        none = gl.full([KEYS // 8], float("-inf"), gl.float32, block.type.layout)
+                        gl.store(best_ptr + row * best_width + where, none, mask=where < best_width)
+        run = until
+
+
+@gluon.jit
+def expand_queries(q_ptr, q_scale_ptr, out_ptr):
+    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order."""
+    head = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY))
+    head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3)))
+    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, _QUERY))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
+    payload = gl.load(q_ptr + head[:, None] * 64 + byte[None, :])
+    scales = gl.load(q_scale_ptr + head3[:, None] * 4 + group[None, :])
+    target: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    out = gl.convert_layout(_expand(payload, scales, 32, _QUERY, _QUERY_3), target)
+    row = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, target))
+    gl.store(out_ptr + row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, target))[None, :], out)
+
+
+@gluon.jit
+def _copy_queries(shared, q_ptr, token, tokens):
+    """Starts the copy of four tokens' queries [128, 128] into shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    row = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    at = gl.minimum(token.to(gl.int64) * 32 + row, tokens.to(gl.int64) * 32 - 1)
+    source = q_ptr + at[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
+    async_copy.async_copy_global_to_shared(shared, source)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def prefill_scores(
+    q_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, out_ptr, best_ptr,
+    tokens, page_count, sequences, table_width, width, best_width, chunk,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    CHUNK: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers, four queries a step."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, _ACC128, 2)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    first = gl.program_id(0) * 128
+    base = gl.program_id(1) * chunk
+    end = gl.minimum(base + chunk, tokens)
+    place = base + gl.arange(0, CHUNK, layout=line)
+    inside = place < end
+    owners = gl.load(seq_ptr + place, mask=inside, other=-1).to(gl.int32)
+    seen = gl.load(visible_ptr + place, mask=inside, other=0).to(gl.int32)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 128], _SHARED)
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, _ACC128))
+    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
+    key = gl.arange(0, 128, layout=gl.SliceLayout(1, pairs))
+    which = gl.arange(0, 4, layout=gl.SliceLayout(0, pairs))
+    run = base
+    while run < end:
+        sequence = gl.load(seq_ptr + run).to(gl.int32)
+        until = gl.minimum(gl.min(gl.where((place >= run) & (owners != sequence), place, end), axis=0), end)
+        reach = gl.max(gl.where((place >= run) & (place < until), seen, 0), axis=0)
+        if first < reach:
+            table = table_ptr + gl.minimum(gl.maximum(sequence, 0), sequences - 1).to(gl.int64) * table_width
+            payload, scales = _load_keys(
+                pages_ptr, table, table_ptr, page_count, table_width, first, width,
+                128, _WIDE128, _WIDE128_3, ROWS, PAGE, PAYLOAD, SCALES, False,
+            )  # fmt: skip
+            _copy_queries(queries.index(0), q_ptr, run, tokens)
+            keys = gl.convert_layout(_expand(payload, scales, 128, _WIDE128, _WIDE128_3), operand)
+            for token in range(run, until, 4):
+                buffer = ((token - run) // 4) & 1
+                async_copy.wait_group(0)
+                fence_async_shared()
+                _copy_queries(queries.index(1 - buffer), q_ptr, gl.minimum(token + 4, tokens - 1), tokens)
+                s = gl.full([128, 128], 0.0, gl.float32, _ACC128)
+                s = warpgroup_mma(keys, queries.index(buffer).permute((1, 0)), s, use_acc=False)
+                at = gl.minimum(token.to(gl.int64) * 32 + column, tokens.to(gl.int64) * 32 - 1)
+                weight = gl.load(weight_ptr + at).to(gl.float32) * 18446744073709551616.0
+                score = gl.sum(gl.reshape(gl.maximum(s, 0.0) * weight[None, :], [128, 4, 32]), axis=2)
+                score = gl.convert_layout(score, pairs)
+                mine = token + which
+                limit = gl.load(visible_ptr + mine, mask=mine < until, other=0).to(gl.int32)
+                score = gl.where(first + key[:, None] < limit[None, :], score, float("-inf"))
+                target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
+                gl.store(target, score, mask=(mine < until)[None, :] & (first + key < width)[:, None])
+                if BLOCKS:
+                    best = gl.max(gl.reshape(score, [16, 8, 4]), axis=1)
+                    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
+                    best = gl.convert_layout(best, flat)
+                    block = first // 8 + gl.arange(0, 16, layout=gl.SliceLayout(1, flat))
+                    mine2 = token + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))
+                    at_best = best_ptr + mine2.to(gl.int64)[None, :] * best_width + block[:, None]
+                    gl.store(at_best, best, mask=(mine2 < until)[None, :] & (block < best_width)[:, None])
+            async_copy.wait_group(0)
+        else:
+            nothing = gl.full([128, 4], float("-inf"), gl.float32, pairs)
+            for token in range(run, until, 4):
+                mine = token + which
+                target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
+                gl.store(target, nothing, mask=(mine < until)[None, :] & (first + key < width)[:, None])
+                if BLOCKS:
+                    block = first // 8 + key
+                    at_best = best_ptr + mine.to(gl.int64)[None, :] * best_width + block[:, None]
+                    gl.store(at_best, nothing, mask=(mine < until)[None, :] & ((key < 16) & (block < best_width))[:, None])
+        run = until

@@ -1,0 +1,43 @@
+"""Matrix products of the network: FP8 with 32x32 block scales, and plain ones (spec §2, §14)."""
+
+from __future__ import annotations
+
+import torch
+from cedar.kernels import fp8_ref, linear_ref
+from cedar.kernels.contract import Contract
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, expanded: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x·Wᵀ with FP8 operands: x bf16 [..., I] (quantised here, groups of 32) to bf16 [..., O].
+
+    weight float8_e4m3fn [O, I] with scale uint8 E8M0 [ceil(O/32), ceil(I/32)]. `expanded`, float64 [O, I]
+    made by `expand_fp8_blocks`, spares the CPU reference the expansion at every call; devices with a kernel
+    ignore it.
+    """
+    c = Contract("linear_fp8")
+    c.expect("weight", weight, "O I", torch.float8_e4m3fn)
+    c.expect("scale", scale, "ceil(O/32) ceil(I/32)", torch.uint8)
+    c.expect("x", x, "... I", torch.bfloat16)
+    c.divisible("x", "I", fp8_ref.GROUP)
+    if expanded is None:
+        expanded = fp8_ref.expand_blocks(weight, scale, torch.float64)
+    else:
+        c.expect("expanded", expanded, "O I", torch.float64)
+    return linear_ref.linear_fp8(x, expanded)
+
+
+def linear_dense(
+    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """x·Wᵀ with plain operands: x [..., I] and weight [O, I], bf16, fp32 or float64, to `out_dtype` [..., O].
+
+    Out fp32 for compressor inputs when m > 1 and the head. A float64 weight spares the CPU a conversion.
+    """
+    c = Contract("linear_dense")
+    c.expect("weight", weight, "O I", *FLOATS)
+    c.expect("x", x, "... I", *FLOATS)
+    return linear_ref.linear_dense(x, weight, out_dtype)

@@ -1,0 +1,54 @@
+"""mHC residual streams: the mix of a sublayer, the collapse before it, the expand after it (spec §3, §6)."""
+
+from __future__ import annotations
+
+import torch
+from cedar.kernels import mhc_ref
+from cedar.kernels.contract import Contract
+
+
+def mhc_mix(
+    x: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pre [N, hc], post [N, hc], comb [N, hc, hc]) fp32 of streams x bf16 [N, hc, d].
+
+    fn [(2+hc)*hc, hc*d] fp32 (float64 spares the CPU a conversion), scale fp32 [3], base fp32 [(2+hc)*hc];
+    eps of the RMS norm, hc_eps of the Sinkhorn rounds, `iters` of them. comb[s, t] mixes source s into target
+    t.
+    """
+    c = Contract("mhc_mix")
+    c.expect("x", x, "N hc d", torch.bfloat16)
+    hc, d = c.dims["hc"], c.dims["d"]
+    c.dims |= {"mixes": (2 + hc) * hc, "flat": hc * d}
+    c.expect("fn", fn, "mixes flat", torch.float32, torch.float64)
+    c.expect("scale", scale, "3", torch.float32)
+    c.expect("base", base, "mixes", torch.float32)
+    c.require("iters", iters > 0, f"must be positive, got {iters}")
+    return mhc_ref.mix(x, fn, scale, base, eps, hc_eps, iters)
+
+
+def mhc_collapse(x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """sum_s pre[s]·X[s], bf16 [N, d]: x bf16 [N, hc, d], pre fp32 [N, hc] of the sublayer before."""
+    c = Contract("mhc_collapse")
+    c.expect("x", x, "N hc d", torch.bfloat16)
+    c.expect("pre", pre, "N hc", torch.float32)
+    return mhc_ref.collapse(x, pre)
+
+
+def mhc_expand(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """X'[t] = sum_s comb[s,t]·X[s] + post[t]·y, bf16 [N, hc, d], a new tensor; fp32 inside, y added last.
+
+    x bf16 [N, hc, d], y bf16 [N, d] (the sublayer's output), post fp32 [N, hc], comb fp32 [N, hc, hc].
+    """
+    c = Contract("mhc_expand")
+    c.expect("x", x, "N hc d", torch.bfloat16)
+    c.expect("y", y, "N d", torch.bfloat16)
+    c.expect("post", post, "N hc", torch.float32)
+    c.expect("comb", comb, "N hc hc", torch.float32)
+    return mhc_ref.expand(x, y, post, comb)

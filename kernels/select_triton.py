@@ -1,0 +1,302 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
+
+A row of up to `SHORT` scores is one program: scores in registers, the k-th greatest found bit by bit, ties by position,
+and a running count that writes the chosen in order. A longer row is read once: `_guess` picks a threshold from a sample such
+that a few times k scores reach it, `_filter` collects those, `_choose` selects among them. When a guess fails (many equal
+scores, say), `_choose` reads the row itself: slower, and as exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+SHORT = 16384
+SAMPLE = 16384
+CAPACITY = 8192
+
+
+@triton.jit
+def _ordered(x):
+    """uint32 that orders as the fp32 scores do; -inf (never chosen) becomes 0, and both zeros are equal."""
+    x = tl.where(x == 0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) | -2147483648)
+    return tl.where(x == float("-inf"), 0, key.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def _threshold(key, k, LOW: tl.constexpr):
+    """The greatest t with at least k keys >= t (bits below LOW left 0); 0 when fewer than k keys are positive."""
+    t = tl.zeros([], tl.uint32)
+    for i in range(0, 32 - LOW):
+        trial = t | (tl.full([], 1, tl.uint32) << (31 - i).to(tl.uint32))
+        t = tl.where(tl.sum((key >= trial).to(tl.int32), axis=0) >= k, trial, t)
+    return t
+
+
+@triton.jit
+def _load_scores(row_ptr, visible, place, count, MODE: tl.constexpr):
+    """Keys at `place`; MODE 1: the block that holds the newest visible position beats everything."""
+    x = tl.load(row_ptr + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    key = _ordered(x)
+    if MODE == 1:
+        key = tl.where((place == visible) & (place < count), 4294967295, key).to(tl.uint32)
+    return key
+
+
+@triton.jit
+def _emit(key, place, k, out_ptr):
+    """Writes the k greatest keys' places, in the order they stand, then -1. key [B] in order of place; 0 is none."""
+    t = _threshold(key, k, 0)
+    above = (key > t) & (key > 0)
+    spare = k - tl.sum(above.to(tl.int32), axis=0)
+    equal = (key == t) & (key > 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+    order = tl.cumsum(chosen.to(tl.int32), axis=0)
+    tl.store(out_ptr + order - 1, place, mask=chosen)
+    return tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr):
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    place = tl.arange(0, B)
+    key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
+    written = _emit(key, place, k, out_ptr + row * k)
+    slot = tl.arange(0, K)
+    tl.store(out_ptr + row * k + slot, -1, mask=(slot >= written) & (slot < k))
+
+
+@triton.jit
+def _guess(
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, count, stride, rank, divisor,
+    B: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): the rank-th greatest of B scores spread over the row; found is cleared."""
+    row = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    lane = tl.arange(0, B)
+    step = count // B  # at least 1; the offset within a step varies, lest a period in the row meets it
+    place = lane * step + ((lane * 40503) >> 4) % step
+    key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
+    tl.store(guess_ptr + row, tl.maximum(_threshold(key, rank, 8), 1).to(tl.uint32))
+    tl.store(found_ptr + row, 0)
+
+
+@triton.jit
+def _filter(
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, count, stride, divisor, each,
+    CAPACITY: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(count / (B·each)), rows): collects scores that reach the guess, in no order, with their places."""
+    row = tl.program_id(1).to(tl.int64)
+    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    guess = tl.load(guess_ptr + row)
+    for i in range(each):
+        place = (tl.program_id(0) * each + i) * B + tl.arange(0, B)
+        key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
+        reaches = key >= guess
+        some = tl.sum(reaches.to(tl.int32), axis=0)
+        if some > 0:
+            at = tl.atomic_add(found_ptr + row, some) + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+            tl.store(key_ptr + row * CAPACITY + at, key, mask=reaches & (at < CAPACITY))
+            tl.store(place_ptr + row * CAPACITY + at, place, mask=reaches & (at < CAPACITY))
+
+
+@triton.jit
+def _count_row(row_ptr, visible, count, low, t, end, B: tl.constexpr, MODE: tl.constexpr):
+    """How many keys of a whole row are >= low, and how many equal t before place `end`."""
+    reach = tl.zeros([B], tl.int32)
+    equal = tl.zeros([B], tl.int32)
+    for start in range(0, count, B):
+        place = start + tl.arange(0, B)
+        key = _load_scores(row_ptr, visible, place, count, MODE)
+        reach += (key >= low).to(tl.int32)
+        equal += ((key == t) & (place < end)).to(tl.int32)
+    return tl.sum(reach, axis=0), tl.sum(equal, axis=0)
+
+
+@triton.jit
+def _choose(
+    scores_ptr, visible_ptr, found_ptr, key_ptr, place_ptr, out_ptr, count, stride, k, divisor,
+    CAPACITY: tl.constexpr, SMALL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): the k greatest of what was collected, sorted by place; the row itself where the guess failed."""
+    row = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    found = tl.load(found_ptr + row)
+    row_ptr = scores_ptr + row * stride
+    out_ptr += row * k
+    slot = tl.arange(0, K)
+    if (found <= SMALL) & (found >= k):
+        _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, SMALL)
+    elif (found <= CAPACITY) & (found >= k):
+        _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, CAPACITY)
+    else:
+        t = tl.zeros([], tl.uint32)
+        for i in range(32):
+            trial = t | (tl.full([], 1, tl.uint32) << (31 - i).to(tl.uint32))
+            reach, _ = _count_row(row_ptr, visible, count, trial, trial, 0, B, MODE)
+            t = tl.where(reach >= k, trial, t)
+        above, _ = _count_row(row_ptr, visible, count, tl.maximum(t, 1), t, 0, B, MODE)
+        above = above - (_count_row(row_ptr, visible, count, tl.maximum(t, 1), t, count, B, MODE)[1] if t > 0 else 0)
+        spare = k - above
+        written = 0
+        ties = 0
+        for start in range(0, count, B):
+            place = start + tl.arange(0, B)
+            key = _load_scores(row_ptr, visible, place, count, MODE)
+            equal = (key == t) & (key > 0)
+            chosen = ((key > t) & (key > 0)) | (equal & (ties + tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+            at = written + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            tl.store(out_ptr + at, place, mask=chosen)
+            written += tl.sum(chosen.to(tl.int32), axis=0)
+            ties += tl.sum(equal.to(tl.int32), axis=0)
+        tl.store(out_ptr + slot, -1, mask=(slot >= written) & (slot < k))
+
+
+@triton.jit
+def _among(key_ptr, place_ptr, out_ptr, found, k, K: tl.constexpr, B: tl.constexpr):
+    """The k greatest of `found` >= k collected keys, ties to the lower place, in order of place."""
+    lane = tl.arange(0, B)
+    key = tl.load(key_ptr + lane, mask=lane < found, other=0)
+    place = tl.load(place_ptr + lane, mask=lane < found, other=2147483647)
+    t = _threshold(key, k, 0)
+    above = key > t
+    spare = k - tl.sum(above.to(tl.int32), axis=0)
+    equal = (key == t) & (lane < found)
+    chosen = above | equal
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:
+        # the spare-th lowest place among the equal: the greatest bound with fewer than `spare` places below it
+        bound = tl.zeros([], tl.int32)
+        for i in range(31):
+            trial = bound | (1 << (30 - i))
+            bound = tl.where(tl.sum((equal & (place < trial)).to(tl.int32), axis=0) < spare, trial, bound)
+        chosen = above | (equal & (place <= bound) & (spare > 0))
+    at = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(place_ptr + at, place, mask=chosen)
+    tl.debug_barrier()
+    slot = tl.arange(0, K)
+    picked = tl.load(place_ptr + slot, mask=slot < k, other=2147483647)
+    tl.store(out_ptr + slot, tl.sort(picked), mask=slot < k)
+
+
+def _select(
+    scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divisor: int, short: int = SHORT
+) -> torch.Tensor:
+    rows, count = scores.shape
+    out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if rows == 0:
+        return out
+    if count == 0:
+        return out.fill_(-1)
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    width = triton.next_power_of_2(k)
+    stride = scores.stride(0)
+    if count <= short:
+        size = max(triton.next_power_of_2(count), 32)
+        warps = 4 if size <= 2048 else 8 if size <= 8192 else 16
+        _short[(rows,)](scores, visible, out, count, stride, k, divisor, width, size, mode, num_warps=warps)
+        return out
+    sample = min(SAMPLE, triton.next_power_of_2(count // 4))
+    expected = k * sample / count
+    rank = math.ceil(expected + 8 * math.sqrt(expected) + 16)
+    guess = torch.empty(rows, dtype=torch.uint32, device=scores.device)
+    found = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    keys = torch.empty(rows, CAPACITY, dtype=torch.uint32, device=scores.device)
+    places = torch.empty(rows, CAPACITY, dtype=torch.int32, device=scores.device)
+    _guess[(rows,)](scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=16)
+    block = min(4096, short)
+    each = max(1, triton.cdiv(triton.cdiv(count, block) * rows, 132 * 16))
+    _filter[(triton.cdiv(count, block * each), rows)](
+        scores, visible, guess, found, keys, places, count, stride, divisor, each, CAPACITY, block, mode, num_warps=8
+    )
+    _choose[(rows,)](
+        scores, visible, found, keys, places, out, count, stride, k, divisor,
+        CAPACITY, max(width, 4096), width, min(8192, short), mode, num_warps=16,
+    )  # fmt: skip
+    return out
+
+
+def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """int32 [N, k]: ascending positions of the k greatest scores [N, M] fp32, -1 at the end; -inf is never chosen."""
+    return _select(scores, scores, k, 0, 1)
+
+
+def keep_blocks(best: torch.Tensor, visible: torch.Tensor, block: int, keep: int) -> torch.Tensor:
+    """int32 [N, keep]: ascending ids of the blocks kept, of their greatest scores [N, blocks]; the newest always is."""
+    return _select(best, visible.contiguous(), keep, 1, block)
+
+
+@triton.jit
+def _maxima(scores_ptr, visible_ptr, best_ptr, count, blocks, block, BW: tl.constexpr, B: tl.constexpr):
+    """Grid (ceil(blocks / B), rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    limit = tl.minimum(tl.load(visible_ptr + row), count)
+    which = tl.program_id(0) * B + tl.arange(0, B)
+    within = tl.arange(0, BW)
+    place = which[:, None] * block + within[None, :]
+    x = tl.load(
+        scores_ptr + row * count + place, mask=(place < limit) & (within < block)[None, :], other=float("-inf")
+    ).to(tl.float32)
+    tl.store(best_ptr + row * blocks + which, tl.max(x, axis=1), mask=which < blocks)
+
+
+def candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, block: int, keep: int) -> torch.Tensor:
+    """The same from scores fp32 [N, M]; `keep_blocks` where the score kernel has written the maxima already."""
+    rows, count = scores.shape
+    blocks = -(-count // block)
+    best = torch.empty(rows, blocks, dtype=torch.float32, device=scores.device)
+    if rows and blocks:
+        _maxima[(triton.cdiv(blocks, 256), rows)](
+            scores.contiguous(), visible.contiguous(), best, count, blocks, block, triton.next_power_of_2(block), 256
+        )
+    return keep_blocks(best, visible, block, keep)
+
+
+@triton.jit
+def _positions(blocks_ptr, visible_ptr, out_ptr, keep, block, B: tl.constexpr):
+    """Grid (ceil(keep·block / B), rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * B + tl.arange(0, B)
+    which = tl.load(blocks_ptr + row * keep + slot // block, mask=slot < keep * block, other=-1)
+    position = which * block + slot % block
+    position = tl.where((which >= 0) & (position < tl.load(visible_ptr + row)), position, -1)
+    tl.store(out_ptr + row * keep * block + slot, position.to(tl.int32), mask=slot < keep * block)
+
+
+def block_positions(blocks: torch.Tensor, block: int, visible: torch.Tensor) -> torch.Tensor:
+    """int32 [N, keep·block]: the visible positions of blocks int32 [N, keep]."""
+    rows, keep = blocks.shape
+    out = torch.empty(rows, keep * block, dtype=torch.int32, device=blocks.device)
+    if rows and keep:
+        _positions[(triton.cdiv(keep * block, 1024), rows)](blocks.contiguous(), visible.contiguous(), out, keep, block, 1024)
+    return out
+
+
+@triton.jit
+def _take(candidates_ptr, columns_ptr, out_ptr, width, k, B: tl.constexpr):
+    """Grid (ceil(k / B), rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * B + tl.arange(0, B)
+    column = tl.load(columns_ptr + row * k + slot, mask=slot < k, other=-1)
+    column = tl.minimum(column, width - 1)
+    taken = tl.load(candidates_ptr + row * width + column, mask=column >= 0, other=-1)
+    tl.store(out_ptr + row * k + slot, taken, mask=slot < k)
+
+
+def take(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """int32 [N, k]: candidates[n, columns[n]], -1 where the column is."""
+    out = torch.empty_like(columns)
+    rows, k = columns.shape
+    if rows and k:
+        _take[(triton.cdiv(k, 512), rows)](candidates.contiguous(), columns.contiguous(), out, candidates.shape[1], k, 512)
+    return out

@@ -1,0 +1,52 @@
+"""Attention over selected global entries (FP4 in pages) and window keys (FP8 rows), with a sink (spec §3)."""
+
+from __future__ import annotations
+
+import torch
+from cedar.kernels import sparse_attention_ref
+from cedar.kernels.contract import Contract
+from cedar.kernels.fp8 import window_row_bytes
+from cedar.kernels.paging import INDEX_TYPES, Plane, check_plane
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor | None,
+    payload_plane: Plane | None,
+    scale_plane: Plane | None,
+    page_table: torch.Tensor | None,
+    seq: torch.Tensor | None,
+    entries: torch.Tensor | None,
+    window: torch.Tensor,
+    window_rows: torch.Tensor,
+    sink: torch.Tensor,
+) -> torch.Tensor:
+    """o bf16 [N, H, D], rounded once, before the inverse RoPE. q bf16 [N, H, D], after RoPE.
+
+    Global keys: pages uint8 [P, page_bytes] with the KV source's main planes; page_table int [S, maxp];
+    seq int [N]; entries int32 [N, K], -1 for none. All six are None (or K is 0) in a layer without them.
+    Window keys: window uint8 [R, D + D/32] (`pack_window_rows`); window_rows int [N, W], rows of it, -1 for
+    none. sink fp32 [H] adds exp(sink) to the denominator and is not scaled. A query with no key at all gives
+    zeros. Raises PageRangeError (CPU) naming seq, entries, page_table or window_rows when one points outside.
+    """
+    c = Contract("sparse_attention")
+    c.expect("q", q, "N H D", torch.bfloat16)
+    c.divisible("q", "D", 32)
+    c.dims["D_row"] = window_row_bytes(c.dims["D"])
+    c.expect("window", window, "R D_row", torch.uint8)
+    c.expect("window_rows", window_rows, "N W", *INDEX_TYPES)
+    c.expect("sink", sink, "H", torch.float32)
+    if entries is None or entries.shape[-1] == 0:
+        return sparse_attention_ref.sparse_attention(q, None, (), None, None, None, window, window_rows, sink)
+    if pages is None or page_table is None or seq is None or payload_plane is None or scale_plane is None:
+        raise c.refusal("entries", "needs pages, payload_plane, scale_plane, page_table and seq beside it")
+    c.expect("pages", pages, "P B", torch.uint8)
+    c.expect("page_table", page_table, "S maxp", *INDEX_TYPES)
+    c.expect("seq", seq, "N", *INDEX_TYPES)
+    c.expect("entries", entries, "N K", torch.int32)
+    check_plane(c, "payload_plane", payload_plane, row_bytes=c.dims["D"] // 2)
+    check_plane(c, "scale_plane", scale_plane, row_bytes=c.dims["D"] // 16, rows=payload_plane.rows)
+    planes = (payload_plane, scale_plane)
+    return sparse_attention_ref.sparse_attention(
+        q, pages, planes, page_table, seq, entries, window, window_rows, sink
+    )

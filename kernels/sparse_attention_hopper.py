@@ -1,0 +1,357 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Sparse attention for Hopper's matrix units, 64 heads of 512: FP4 rows become fp16 tiles while wgmma runs.
+
+One program holds one query's 64 heads. Keys come in tiles of 64: raw bytes are loaded a tile ahead into registers and
+expanded into one of two shared tiles (even and odd channels apart) while q·k of the tile before runs; then softmax, then
+p·k. fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+# Four packed bytes and their fp16 scales (value·2^7) to four even and four odd channels, times 2^-7.
+# A byte goes to the upper byte of a half word; E2M1's three magnitude bits land on fp16's bits 9 to 11: value·2^-14.
+_FP4_ASM = gl.constexpr("""
+{
+.reg .b32 t0, t1, a0, a1, b0, b1, c;
+prmt.b32 t0, $4, 0, 0x1404;
+prmt.b32 t1, $4, 0, 0x3424;
+shr.b32 a0, t0, 3;
+shr.b32 a1, t1, 3;
+and.b32 a0, a0, 0x0E000E00;
+and.b32 a1, a1, 0x0E000E00;
+lop3.b32 a0, t0, 0x80008000, a0, 0xEA;
+lop3.b32 a1, t1, 0x80008000, a1, 0xEA;
+mul.rn.f16x2 $2, a0, $5;
+mul.rn.f16x2 $3, a1, $6;
+shl.b32 b0, t0, 1;
+shl.b32 b1, t1, 1;
+and.b32 b0, b0, 0x0E000E00;
+and.b32 b1, b1, 0x0E000E00;
+shl.b32 c, t0, 4;
+lop3.b32 b0, c, 0x80008000, b0, 0xEA;
+shl.b32 c, t1, 4;
+lop3.b32 b1, c, 0x80008000, b1, 0xEA;
+mul.rn.f16x2 $0, b0, $5;
+mul.rn.f16x2 $1, b1, $6;
+}
+""")
+
+# Two pairs of E4M3 bytes and their fp16 scales (value·2) to even and odd channels, times 2^-7 (the bits alone: 2^-8).
+_FP8_ASM = gl.constexpr("""
+{
+.reg .b32 t, a, b;
+prmt.b32 t, $2, 0, 0x2404;
+shr.b32 a, t, 1;
+and.b32 a, a, 0x3F803F80;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
+mul.rn.f16x2 $0, a, $3;
+shr.b32 b, $2, 1;
+and.b32 b, b, 0x3F803F80;
+lop3.b32 b, $2, 0x80008000, b, 0xEA;
+mul.rn.f16x2 $1, b, $3;
+}
+""")
+
+_TILE = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))  # [64, 256]: a warp holds whole rows
+_TILE3 = gl.constexpr(
+    gl.BlockedLayout([8, 1, 8], [1, 32, 1], [8, 1, 1], [2, 1, 0])
+)  # the same as [64, 32, 8]
+_SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
+_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))  # [64, 256]
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def _widen(scale, tile: gl.constexpr, tile3: gl.constexpr, factor: gl.constexpr):
+    """fp16 [64, 32] scales, times factor, to the [64, 256] columns they rule."""
+    wide = scale[:, :, None] * gl.full([64, 32, 8], factor, gl.float16, tile3)
+    return gl.convert_layout(gl.reshape(wide, [64, 256]), tile, assert_trivial=True)
+
+
+@gluon.jit
+def _load_entries(
+    pages, flat_tile, ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr
+):
+    """Raw bytes of 64 entries, named by page·ROWS + row (negative: none): payload [64, 256], scales [64, 32]."""
+    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _TILE)), 0).to(gl.uint32)
+    start = (flat // ROWS).to(gl.int64) * PAGE + PAYLOAD + ((flat % ROWS) * 256).to(gl.int64)
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
+    payload = gl.load(pages + start[:, None] + columns[None, :])
+    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
+    row = gl.maximum(named, 0).to(gl.uint32)
+    start3 = (row // ROWS).to(gl.int64) * PAGE + SCALES + ((row % ROWS) * 32).to(gl.int64)
+    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _TILE3)))
+    scales = gl.load(pages + start3[:, None] + groups[None, :])
+    return payload, gl.where(named[:, None] >= 0, scales, 0)
+
+
+@gluon.jit
+def _expand_entries(payload, scales, even, odd):
+    """Writes raw entries as fp16·2^-7 into the shared tiles of even and of odd channels."""
+    scale = _widen(scales.to(gl.float8e4nv, bitcast=True).to(gl.float16), _TILE, _TILE3, 128.0)
+    low, high = gl.inline_asm_elementwise(
+        _FP4_ASM, "=r,=r,=r,=r,r,r,r", [payload, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
+    )
+    even.store(low)
+    odd.store(high)
+
+
+@gluon.jit
+def _load_window(window, flat_tile):
+    """Raw bytes of 64 window rows: E4M3 pairs uint16 [64, 256], scale bytes [64, 32] (each of 16, twice)."""
+    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _TILE)), 0)
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
+    pairs = gl.load(
+        window.to(gl.pointer_type(gl.uint16)) + (flat.to(gl.int64) * 264)[:, None] + columns[None, :]
+    )
+    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
+    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _TILE3))) // 2
+    scales = gl.load(window + (gl.maximum(named, 0).to(gl.int64) * 528 + 512)[:, None] + groups[None, :])
+    return pairs, gl.where(named[:, None] >= 0, scales, 0)
+
+
+@gluon.jit
+def _expand_window(pairs, scales, even, odd):
+    power = (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True) * 2.0
+    scale = _widen(power.to(gl.float16), _TILE, _TILE3, 1.0)
+    low, high = gl.inline_asm_elementwise(
+        _FP8_ASM, "=r,=r,r,r", [pairs, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
+    even.store(low)
+    odd.store(high)
+
+
+@gluon.jit
+def _scores(q_even, q_odd, even, odd):
+    s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
+    s = warpgroup_mma(q_even, even.permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(q_odd, odd.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _softmax(s, flat_tile, top, total, scale):
+    """One tile's p (fp16), the factor for what was summed before, and the new running maximum and sums."""
+    present = flat_tile.load(gl.SliceLayout(0, _SCORE)) >= 0
+    s = gl.where(present[None, :], s * scale, float("-inf"))
+    new_top = gl.maximum(top, gl.max(s, axis=1))
+    p = gl.exp2(s - new_top[:, None])
+    shrink = gl.exp2(top - new_top)
+    return p.to(gl.float16), shrink, new_top, total * shrink[:, None] + p
+
+
+@gluon.jit
+def _shrink(x, shrink):
+    return x * gl.convert_layout(shrink, gl.SliceLayout(1, _ACC), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _turn(even, odd, cos, sin):
+    """Rounds, rotates by (cos, sin) and rounds again; fp32 pairs that hold bf16 values."""
+    even = even.to(gl.bfloat16).to(gl.float32)
+    odd = odd.to(gl.bfloat16).to(gl.float32)
+    return even * cos - odd * sin, even * sin + odd * cos
+
+
+@gluon.jit
+def _fetch(
+    pages, names, tile, end,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, WINDOW_TILES: gl.constexpr,
+):  # fmt: skip
+    """Raw bytes of entries tile `tile`; past the end, of some tile that exists."""
+    tile = gl.maximum(gl.minimum(tile, end - 1), 0)
+    return _load_entries(pages, names.index(WINDOW_TILES + tile), ROWS, PAGE, PAYLOAD, SCALES)
+
+
+@gluon.jit
+def attend_hopper(
+    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
+    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count, scale,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, SPLITS). Entries tiles are shared out over the splits; the first takes the window tiles too."""
+    token = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1)
+
+    # Which rows the tiles read: page·ROWS + row for entries, the window row for window keys, -1 for none.
+    name_layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    shared_names: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    names = gl.allocate_shared_memory(gl.int32, [WINDOW_TILES + TILES, 64], shared_names)
+    lane = gl.arange(0, 64, layout=name_layout)
+    for i in gl.static_range(WINDOW_TILES):
+        row = gl.load(rows_ptr + token * row_count + i * 64 + lane, mask=i * 64 + lane < row_count, other=-1)
+        names.index(i).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    last = 0
+    if TILES > 0:
+        sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
+        reach = gl.full([64], 0, gl.int32, name_layout)
+        for i in gl.static_range(TILES):
+            where = i * 64 + lane
+            entry = gl.load(entries_ptr + token * entry_count + where, mask=where < entry_count, other=-1)
+            column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
+            page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
+            page = gl.minimum(gl.maximum(page, 0), page_count - 1)
+            names.index(WINDOW_TILES + i).store(gl.where(entry >= 0, page * ROWS + entry % ROWS, -1))
+            reach = gl.where(entry >= 0, where + 1, reach)
+        last = gl.max(reach, axis=0)
+
+    # q: pairs of bf16 (even, odd) as words, rotated, into two shared tiles.
+    q_even = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
+    q_odd = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
+    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, _TILE))
+    pairs = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
+    words = gl.load(
+        q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + heads[:, None] * 256 + pairs[None, :]
+    )
+    even = (words << 16).to(gl.float32, bitcast=True)
+    odd = (words & -65536).to(gl.float32, bitcast=True)
+    if HALF_ROPE > 0:
+        turn = pairs - (256 - HALF_ROPE)
+        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+        even, odd = _turn(even, odd, cos[None, :], sin[None, :])
+        even = even.to(gl.bfloat16).to(gl.float32)
+        odd = odd.to(gl.bfloat16).to(gl.float32)
+    q_even.store(even.to(gl.float16))
+    q_odd.store(odd.to(gl.float16))
+
+    k_even = gl.allocate_shared_memory(gl.float16, [2, 64, 256], _SHARED)
+    k_odd = gl.allocate_shared_memory(gl.float16, [2, 64, 256], _SHARED)
+    p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
+    o_even = gl.full([64, 256], 0.0, gl.float32, _ACC)
+    o_odd = gl.full([64, 256], 0.0, gl.float32, _ACC)
+    top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
+    total = gl.full([64, 64], 0.0, gl.float32, _SCORE)
+
+    # This split's tiles of entries: [first, end).
+    used = (last + 63) // 64
+    if SPLITS == 1:
+        first = 0
+        end = used
+    else:
+        share: gl.constexpr = (TILES + WINDOW_TILES + SPLITS - 1) // SPLITS
+        beside: gl.constexpr = share - WINDOW_TILES if share > WINDOW_TILES else 0
+        each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
+        first = gl.where(split == 0, 0, beside + (split - 1) * each)
+        end = gl.minimum(gl.where(split == 0, beside, first + each), used)
+
+    # Tiles in turn: the window's, then entries; tile t lies in buffer t & 1. Only p of the tile before waits for its p·k.
+    follows = first
+    buffer = 1
+    if TILES > 0:
+        payload, scales = _fetch(
+            pages_ptr, names, first, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+        )
+    if split == 0:
+        raw, raw_scale = _load_window(window_ptr, names.index(0))
+        if WINDOW_TILES > 1:
+            raw1, raw1_scale = _load_window(window_ptr, names.index(1))
+            _expand_window(raw1, raw1_scale, k_even.index(1), k_odd.index(1))
+        _expand_window(raw, raw_scale, k_even.index(0), k_odd.index(0))
+        fence_async_shared()
+        s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
+        if WINDOW_TILES == 1 and TILES > 0:
+            _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
+            fence_async_shared()
+            payload, scales = _fetch(
+                pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+            )
+        s = warpgroup_mma_wait(0, deps=[s])
+        p, shrink, top, total = _softmax(s, names.index(0), top, total, scale)
+        p_shared.store(p)
+        fence_async_shared()
+        if WINDOW_TILES > 1:
+            acc_even = warpgroup_mma(p_shared, k_even.index(0), o_even, is_async=True)
+            acc_odd = warpgroup_mma(p_shared, k_odd.index(0), o_odd, is_async=True)
+            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
+            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
+            if TILES > 0:
+                _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
+                fence_async_shared()
+                payload, scales = _fetch(
+                    pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+                )
+            s = warpgroup_mma_wait(0, deps=[s])
+            p, shrink, top, total = _softmax(s, names.index(1), top, total, scale)
+            o_even = _shrink(o_even, shrink)
+            o_odd = _shrink(o_odd, shrink)
+            p_shared.store(p)
+            fence_async_shared()
+            buffer = 0
+    elif first < end:
+        _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
+        fence_async_shared()
+        payload, scales = _fetch(
+            pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+        )
+        s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
+        _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
+        fence_async_shared()
+        payload, scales = _fetch(
+            pages_ptr, names, first + 2, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+        )
+        s = warpgroup_mma_wait(0, deps=[s])
+        p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + first), top, total, scale)
+        p_shared.store(p)
+        fence_async_shared()
+        follows = first + 1
+
+    if TILES > 0:
+        for t in range(follows, end):
+            acc_even = warpgroup_mma(p_shared, k_even.index(1 - buffer), o_even, is_async=True)
+            acc_odd = warpgroup_mma(p_shared, k_odd.index(1 - buffer), o_odd, is_async=True)
+            s = _scores(q_even, q_odd, k_even.index(buffer), k_odd.index(buffer))
+            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
+            _expand_entries(payload, scales, k_even.index(1 - buffer), k_odd.index(1 - buffer))
+            fence_async_shared()
+            payload, scales = _fetch(
+                pages_ptr, names, t + 2, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
+            )
+            s = warpgroup_mma_wait(0, deps=[s])
+            p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + t), top, total, scale)
+            o_even = _shrink(o_even, shrink)
+            o_odd = _shrink(o_odd, shrink)
+            p_shared.store(p)
+            fence_async_shared()
+            buffer = 1 - buffer
+    if split == 0 or first < end:
+        o_even = warpgroup_mma(p_shared, k_even.index(1 - buffer), o_even)
+        o_odd = warpgroup_mma(p_shared, k_odd.index(1 - buffer), o_odd)
+
+    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
+    pair = gl.arange(0, 256, layout=gl.SliceLayout(0, _ACC))
+    denominator = gl.sum(total, axis=1)
+    if SPLITS > 1:
+        alive = denominator > 0
+        factor = gl.where(alive, 128.0 / gl.where(alive, denominator, 1.0), 0.0)
+        lse = gl.where(alive, top + gl.log2(gl.where(alive, denominator, 1.0)), float("-inf"))
+        cell = (token * SPLITS + split) * 64
+        gl.store(lse_ptr + cell + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE)), lse)
+        target = part_ptr + cell * 512 + head[:, None] * 256 + pair[None, :]
+        gl.store(target, _shrink(o_even, factor).to(gl.float16))
+        gl.store(target + 64 * 256, _shrink(o_odd, factor).to(gl.float16))
+    else:
+        sink = gl.load(sink_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE))) * 1.4426950408889634
+        peak = gl.maximum(top, sink)
+        factor = gl.exp2(top - peak) * 128.0 / (denominator * gl.exp2(top - peak) + gl.exp2(sink - peak))
+        even = _shrink(o_even, factor)
+        odd = _shrink(o_odd, factor)
+        if HALF_ROPE > 0:
+            turn = pair - (256 - HALF_ROPE)
+            cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+            sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+            even, odd = _turn(even, odd, cos[None, :], -sin[None, :])
+        low = even.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
+        high = odd.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
+        target = out_ptr.to(gl.pointer_type(gl.uint32)) + token * 16384 + head[:, None] * 256 + pair[None, :]
+        gl.store(target, low | (high << 16))

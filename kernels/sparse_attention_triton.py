@@ -1,0 +1,242 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in one pass (spec §3).
+
+On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work; here are the kernel for every other shape, the join
+of split queries, and the choice. Page and row numbers outside what they index are clamped, so nothing out of bounds is read.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
+
+LOG2_E = 1.4426950408889634
+MULTIPROCESSORS = 132
+
+
+@triton.jit
+def _turn(even, odd, cos, sin):
+    return bf16_round(even * cos - odd * sin), bf16_round(even * sin + odd * cos)
+
+
+@triton.jit
+def _rope_columns(cos_ptr, sin_ptr, token, HALF: tl.constexpr, HALF_ROPE: tl.constexpr):
+    """cos and sin [HALF] of a token's channel pairs; 1 and 0 where nothing turns."""
+    turn = tl.arange(0, HALF) - (HALF - HALF_ROPE)
+    cos = tl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+    sin = tl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _half(x):
+    """Operand of a dot: fp16, which holds FP4 and FP8 keys exactly; wide where the interpreter wants it."""
+    return x if INTERPRETED else x.to(tl.float16)
+
+
+@triton.jit
+def _fold(q_even, q_odd, k_even, k_odd, present, state, scale):
+    """Takes one tile of keys [BN, HALF] into (acc even, acc odd, running maximum, sum)."""
+    acc_even, acc_odd, top, total = state
+    s = tl.dot(q_even, tl.trans(_half(k_even)), input_precision="ieee")
+    s += tl.dot(q_odd, tl.trans(_half(k_odd)), input_precision="ieee")
+    s = tl.where(present[None, :], s * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    p = tl.exp2(s - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    acc_even = acc_even * shrink[:, None] + tl.dot(_half(p), _half(k_even), input_precision="ieee")
+    acc_odd = acc_odd * shrink[:, None] + tl.dot(_half(p), _half(k_odd), input_precision="ieee")
+    return acc_even, acc_odd, new_top, total * shrink + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _attend(
+    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr,
+    page_count, sequences, table_width, window_count, entry_count, row_count, heads, scale,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, PAYLOAD: tl.constexpr, SCALES: tl.constexpr, ENTRIES: tl.constexpr,
+    HALF: tl.constexpr, HALF_ROPE: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, ceil(heads / BH))."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    pair = tl.arange(0, HALF)
+    q_at = (token * heads + head)[:, None] * (2 * HALF) + 2 * pair[None, :]
+    q_even = tl.load(q_ptr + q_at, mask=head[:, None] < heads, other=0.0).to(tl.float32)
+    q_odd = tl.load(q_ptr + q_at + 1, mask=head[:, None] < heads, other=0.0).to(tl.float32)
+    if HALF_ROPE > 0:
+        cos, sin = _rope_columns(cos_ptr, sin_ptr, token, HALF, HALF_ROPE)
+        q_even, q_odd = _turn(q_even, q_odd, cos, sin)
+    q_even = _half(q_even)
+    q_odd = _half(q_odd)
+    acc = tl.zeros([BH, HALF], tl.float32)
+    state = (acc, acc, tl.full([BH], -1e30, tl.float32), tl.zeros([BH], tl.float32))
+    lane = tl.arange(0, BN)
+    if ENTRIES:
+        sequence = tl.minimum(tl.maximum(tl.load(seq_ptr + token), 0), sequences - 1).to(tl.int64)
+        for start in range(0, entry_count, BN):
+            entry = tl.load(
+                entries_ptr + token * entry_count + start + lane, mask=start + lane < entry_count, other=-1
+            )
+            present = entry >= 0
+            column = tl.minimum(tl.maximum(entry, 0) // ROWS, table_width - 1)
+            page = tl.load(table_ptr + sequence * table_width + column, mask=present, other=0)
+            page = tl.minimum(tl.maximum(page, 0), page_count - 1).to(tl.int64)
+            row = tl.maximum(entry, 0) % ROWS
+            at = pages_ptr + page * PAGE
+            packed = tl.load(
+                at[:, None] + PAYLOAD + row[:, None] * HALF + pair[None, :], mask=present[:, None], other=0
+            ).to(tl.int32)
+            code = tl.load(
+                at[:, None] + SCALES + row[:, None] * (HALF // 8) + pair[None, :] // 8,
+                mask=present[:, None],
+                other=0,
+            )
+            factor = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            state = _fold(
+                q_even, q_odd, e2m1(packed & 15) * factor, e2m1(packed >> 4) * factor, present, state, scale
+            )
+    for start in range(0, row_count, BN):
+        row = tl.load(rows_ptr + token * row_count + start + lane, mask=start + lane < row_count, other=-1)
+        present = row >= 0
+        row = tl.minimum(row, window_count - 1).to(tl.int64)
+        at = window_ptr + row[:, None] * (2 * HALF + HALF // 16)
+        code = tl.load(at + 2 * HALF + pair[None, :] // 16, mask=present[:, None], other=0).to(tl.int32)
+        factor = (code << 23).to(tl.float32, bitcast=True)
+        low = tl.load(at + 2 * pair[None, :], mask=present[:, None], other=0).to(tl.float8e4nv, bitcast=True)
+        high = tl.load(at + 2 * pair[None, :] + 1, mask=present[:, None], other=0).to(
+            tl.float8e4nv, bitcast=True
+        )
+        low = low.to(tl.float32) * factor
+        high = high.to(tl.float32) * factor
+        state = _fold(q_even, q_odd, low, high, present, state, scale)
+    acc_even, acc_odd, top, total = state
+    sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0) * 1.4426950408889634
+    peak = tl.maximum(top, sink)
+    factor = tl.exp2(top - peak) / (total * tl.exp2(top - peak) + tl.exp2(sink - peak))
+    _write(acc_even * factor[:, None], acc_odd * factor[:, None], out_ptr + q_at, head[:, None] < heads,
+           cos_ptr, sin_ptr, token, HALF, HALF_ROPE)  # fmt: skip
+
+
+@triton.jit
+def _write(even, odd, at, mask, cos_ptr, sin_ptr, token, HALF: tl.constexpr, HALF_ROPE: tl.constexpr):
+    """o rounded, turned back, rounded; both channels of every pair."""
+    if HALF_ROPE > 0:
+        cos, sin = _rope_columns(cos_ptr, sin_ptr, token, HALF, HALF_ROPE)
+        even, odd = _turn(bf16_round(even), bf16_round(odd), cos, -sin)
+    tl.store(at, to_bf16(even), mask=mask)
+    tl.store(at + 1, to_bf16(odd), mask=mask)
+
+
+@triton.jit
+def _join(
+    part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_ROPE: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, HEADS / BH): the splits' outputs weighted by their sums, with the sink."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    pair = tl.arange(0, HALF)
+    sink = tl.load(sink_ptr + head) * 1.4426950408889634
+    peak = sink
+    for i in tl.static_range(SPLITS):
+        peak = tl.maximum(peak, tl.load(lse_ptr + (token * SPLITS + i) * HEADS + head))
+    total = tl.exp2(sink - peak)
+    even = tl.zeros([BH, HALF], tl.float32)
+    odd = tl.zeros([BH, HALF], tl.float32)
+    for i in tl.static_range(SPLITS):
+        cell = (token * SPLITS + i) * HEADS
+        weight = tl.exp2(tl.load(lse_ptr + cell + head) - peak)
+        total += weight
+        at = part_ptr + cell * (2 * HALF) + head[:, None] * HALF + pair[None, :]
+        even += weight[:, None] * tl.load(at).to(tl.float32)
+        odd += weight[:, None] * tl.load(at + HEADS * HALF).to(tl.float32)
+    share = 1.0 / total
+    at = (token * HEADS + head)[:, None] * (2 * HALF) + 2 * pair[None, :]
+    _write(even * share[:, None], odd * share[:, None], out_ptr + at, head[:, None] < HEADS,
+           cos_ptr, sin_ptr, token, HALF, HALF_ROPE)  # fmt: skip
+
+
+@cache
+def _hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def choose_splits(tokens: int, entries: int) -> int:
+    """Programs a query is shared out over, so that a small batch fills the chip."""
+    tiles = -(-entries // 64)
+    return max(1, min(MULTIPROCESSORS // max(1, tokens), 1 + tiles)) if tiles else 1
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor | None,
+    planes: tuple[tuple[int, int, int], ...],
+    page_table: torch.Tensor | None,
+    seq: torch.Tensor | None,
+    entries: torch.Tensor | None,
+    window: torch.Tensor,
+    window_rows: torch.Tensor,
+    sink: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the inverse.
+
+    Contracts are the public function's; `splits` overrides `choose_splits` (Hopper only).
+    """
+    tokens, heads, width = q.shape
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if tokens == 0:
+        return out
+    if window.shape[0] == 0:  # no row to point at: every row number must be -1
+        window = window.new_zeros(1, window.shape[1])
+    count = entries.shape[1] if entries is not None else 0
+    half_rope = rope[0].shape[1] if rope is not None else 0
+    cos, sin = rope if rope is not None else (sink, sink)
+    if count and entries is not None and pages is not None and page_table is not None and seq is not None:
+        sources = (pages, page_table.contiguous(), seq.contiguous(), entries.contiguous())
+        limits = (pages.shape[0], page_table.shape[0], page_table.shape[1])
+        place = (planes[0][2], pages.stride(0), planes[0][0], planes[1][0])
+    else:
+        count, sources, limits, place = (
+            0,
+            (window, window_rows, window_rows, window_rows),
+            (1, 1, 1),
+            (1, 16, 0, 0),
+        )
+    scale = width**-0.5 * LOG2_E
+    rows = window_rows.contiguous()
+    sizes = (*limits, window.shape[0], count, rows.shape[1])
+    fits = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
+    if q.is_cuda and fits and _hopper(q.device.index or 0):
+        from cedar.kernels.sparse_attention_hopper import attend_hopper
+
+        parts = choose_splits(tokens, count) if splits is None else splits
+        part = (
+            torch.empty(tokens, parts, 2, heads, width // 2, dtype=torch.float16, device=q.device)
+            if parts > 1
+            else q
+        )
+        lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device) if parts > 1 else sink
+        attend_hopper[(tokens, parts)](
+            q, cos, sin, *sources, window, rows, sink, out, part, lse, *sizes, scale * 128.0,
+            *place, -(-count // 64), -(-rows.shape[1] // 64), half_rope, parts, num_warps=8,
+        )  # fmt: skip
+        if parts > 1:
+            block = 4 if tokens < 33 else 16
+            _join[(tokens, heads // block)](
+                part, lse, sink, cos, sin, out, heads, width // 2, half_rope, parts, block
+            )
+        return out
+    block = min(64, max(16, triton.next_power_of_2(heads)))
+    _attend[(tokens, triton.cdiv(heads, block))](
+        q, cos, sin, *sources, window, rows, sink, out, *sizes, heads, scale,
+        *place, count > 0, width // 2, half_rope, block, 32, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,390 @@
+"""The store as its users see it: a store that is dead, slow or lying is a miss, never an exception.
+
+``match``, ``get_pages`` and ``get_window`` answer with less, puts answer "refused"; everything received is
+verified here (header, key, model, checksum) before it is handed on. Every call has a deadline. After several
+failures in a row the store is left alone for a moment (``breaker``); gRPC reconnects by itself.
+What raises is a caller's mistake (InvalidRequest) and the cancelling of the caller's own task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from cedar.kvstore.breaker import Breaker
+from cedar.kvstore.call_guard import RETRY_AFTER
+from cedar.kvstore.config import ClientConfig
+from cedar.kvstore.errors import CorruptValue, FrameError, InvalidRequest
+from cedar.kvstore.frames import (
+    CHECKSUM_BYTES,
+    FRAME_BYTES,
+    FrameKind,
+    RecordAssembler,
+    decode_frame,
+    encode_frame,
+    record_checksum,
+    split_record,
+)
+from cedar.kvstore.keys import KEY_BYTES
+from cedar.kvstore.page_stream import verified_values
+from cedar.kvstore.put import PutCounts
+from cedar.kvstore.rpc import ServiceStub, transport_options
+from cedar.kvstore.shared_fetch import FellBehind, SharedFetch
+from cedar.kvstore.window_tier import WindowName
+from cedar.v1 import store_pb2
+from google.protobuf.message import DecodeError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SERVICE = store_pb2.DESCRIPTOR.services_by_name["Store"]
+_GUESSED_VALUE_BYTES = 256 << 10
+_MAX_PAGES_A_FRAME = 256
+_FAILURES = (grpc.RpcError, grpc.aio.UsageError, TimeoutError, DecodeError, FrameError, CorruptValue)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Leading pages that the store holds, and the window records at them, the longest first."""
+
+    pages: int = 0
+    windows: tuple[WindowName, ...] = ()
+
+
+class StoreClient:
+    """Client of one store node at ``address`` ("host:port"); belongs to one event loop.
+
+    ``fingerprint``: the model whose pages are wanted; pages of another are treated as damaged.
+    ``counters``: outcomes by name, for the user's metrics.
+    """
+
+    def __init__(
+        self, address: str, *, fingerprint: bytes | None = None, config: ClientConfig | None = None
+    ) -> None:
+        self.address = address
+        self.config = config or ClientConfig()
+        self.counters: Counter[str] = Counter()
+        self._fingerprint = fingerprint
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: ServiceStub | None = None
+        self._breaker = Breaker(
+            failures=self.config.breaker_failures,
+            open_s=self.config.breaker_open_s,
+            max_open_s=self.config.breaker_max_open_s,
+        )
+        self._fetches: dict[bytes, SharedFetch] = {}
+        self._closed = False
+
+    async def match(self, root: bytes, keys: Sequence[bytes]) -> Match:
+        """How much of the chain ``keys`` under ``root`` the store holds; nothing when it does not answer."""
+        _expect_keys((root, *keys))
+        request = store_pb2.MatchRequest(root_key=root, page_keys=b"".join(keys))
+        response = await self._unary("MatchPrefix", request, self.config.match_timeout_s)
+        if response is None:
+            return Match()
+        return Match(
+            min(response.pages, len(keys)),
+            tuple(
+                WindowName(record.page_key, record.tokens, record.digest)
+                for record in response.windows
+                if len(record.page_key) == KEY_BYTES and len(record.digest) == KEY_BYTES and record.tokens
+            ),
+        )
+
+    async def get_pages(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview], None]:
+        """(index, value) of leading pages of ``keys``, in order, each a verified sealed value.
+
+        The payload is ``value[HEADER_BYTES:]``. Ends at the first page that is missing, damaged or late: what
+        came is usable. Equal fetches that run at the same time share one stream.
+        """
+        _expect_keys(keys)
+        start = 0
+        while start < len(keys) and not self._closed:
+            wanted = keys[start:]
+            try:
+                async with aclosing(self._fetch(wanted).read()) as values:
+                    async for index, value in values:
+                        self.counters["pages_received"] += 1
+                        yield start + index, value
+                        reached = start + index + 1
+                return
+            except FellBehind:
+                start = reached
+                self.counters["fetches_restarted"] += 1
+
+    async def put_pages(
+        self, keys: Sequence[bytes], values: Sequence[bytes], *, first_page: int = 0, tenant: bytes = b""
+    ) -> PutCounts:
+        """Store sealed values of consecutive pages; answers when they are durable.
+
+        ``first_page``: the place of the first in its chain. ``tenant``: its tenant domain.
+        """
+        if len(keys) != len(values):
+            raise InvalidRequest("values", len(values), f"one for each of {len(keys)} keys")
+        _expect_keys(keys)
+        if not keys:
+            return PutCounts()
+        if not self._may_call():
+            return PutCounts(refused=len(keys), reason="unavailable")
+        frames = _frames(keys, values, first_page, tenant)
+        try:
+            call = self._connected().PutPages(frames, timeout=self.config.put_timeout_s)
+            response = await self._answer(call)
+        except _FAILURES as error:
+            return self._put_failed(error, len(keys))
+        self._breaker.succeeded()
+        answered = response.stored + response.present + response.conflicts + response.refused
+        if answered != len(keys):
+            self.counters["store_lied"] += 1
+            return PutCounts(refused=len(keys), reason="invalid")
+        reason = "full" if response.refused else ""
+        return PutCounts(response.stored, response.present, response.conflicts, response.refused, reason)
+
+    async def get_window(self, page_key: bytes, tokens: int, digest: bytes) -> bytes | None:
+        """A window record, verified; None when it is gone or does not arrive whole and in time."""
+        _expect_keys((page_key, digest))
+        if not self._may_call():
+            return None
+        request = store_pb2.GetWindowRequest(page_key=page_key, tokens=tokens, digest=digest)
+        try:
+            async with asyncio.timeout(self.config.window_timeout_s):
+                call = self._connected().GetWindow(request, timeout=self.config.window_timeout_s)
+                record = await self._answer(_assemble(call, request, self.config.max_window_bytes))
+        except _FAILURES as error:
+            self._failed("get_window", error)
+            return None
+        self._breaker.succeeded()
+        return record
+
+    async def put_window(self, page_key: bytes, tokens: int, digest: bytes, record: bytes) -> bool:
+        """File a window record; whether the store keeps it."""
+        _expect_keys((page_key, digest))
+        if not self._may_call():
+            return False
+        meta = store_pb2.WindowMeta(
+            page_key=page_key,
+            tokens=tokens,
+            digest=digest,
+            total_bytes=len(record),
+            checksum=record_checksum(record),
+        )
+        frames = _window_frames(meta, record)
+        try:
+            response = await self._answer(
+                self._connected().PutWindow(frames, timeout=self.config.window_timeout_s)
+            )
+        except _FAILURES as error:
+            self._failed("put_window", error)
+            return False
+        self._breaker.succeeded()
+        return bool(response.stored)
+
+    async def stats(self) -> dict[str, float]:
+        """Counters and gauges of the node by name; empty when it does not answer."""
+        response = await self._unary("Stats", store_pb2.StatsRequest(), self.config.stats_timeout_s)
+        return {} if response is None else dict(response.values)
+
+    async def close(self) -> None:
+        """End running fetches and close the connection; from now on everything is a miss."""
+        self._closed = True
+        for fetch in list(self._fetches.values()):
+            await fetch.cancel()
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = self._stub = None
+
+    # ---- inside ----
+
+    def _fetch(self, keys: Sequence[bytes]) -> SharedFetch:
+        """The running fetch of these keys, or a new one."""
+        name = b"".join(keys)
+        running = self._fetches.get(name)
+        if running is not None and running.joinable:
+            self.counters["fetches_joined"] += 1
+            return running
+
+        def ended(fetch: SharedFetch) -> None:
+            if self._fetches.get(name) is fetch:
+                del self._fetches[name]
+
+        fetch = SharedFetch(
+            self._values(keys),
+            ahead_bytes=self.config.read_ahead_bytes,
+            keep_bytes=self.config.lag_bytes,
+            on_end=ended,
+        )
+        self._fetches[name] = fetch
+        self.counters["fetches"] += 1
+        return fetch
+
+    async def _values(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview], None]:
+        if not self._may_call():
+            return
+        config = self.config
+        request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
+        whole_s = config.stall_timeout_s + len(keys) * _GUESSED_VALUE_BYTES / config.transfer_bytes_per_s
+        call = self._connected().GetPages(request, timeout=whole_s)
+        values = verified_values(
+            call,
+            keys,
+            fingerprint=self._fingerprint,
+            stall_timeout_s=config.stall_timeout_s,
+            max_value_bytes=config.max_value_bytes,
+        )
+        try:
+            async with aclosing(values):
+                async for found in values:
+                    yield found
+            self._breaker.succeeded()
+        except _FAILURES as error:
+            self._failed("get_pages", error)
+        except asyncio.CancelledError:
+            if _own_cancellation():
+                raise
+            self._failed("get_pages", ConnectionError("the channel was closed"))
+        finally:
+            call.cancel()
+
+    async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
+        """The response, or None."""
+        if not self._may_call():
+            return None
+        try:
+            response = await self._answer(getattr(self._connected(), method)(request, timeout=timeout_s))
+        except _FAILURES as error:
+            self._failed(method, error)
+            return None
+        self._breaker.succeeded()
+        return response
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """The call's answer. gRPC cancels a call when its channel closes; that is a failure, not our doing."""
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if _own_cancellation():
+                raise
+            raise TimeoutError("the channel was closed") from None
+
+    def _connected(self) -> ServiceStub:
+        if self._stub is None:
+            options = transport_options(
+                max_message_bytes=self.config.max_message_bytes,
+                keepalive_s=self.config.keepalive_s,
+                keepalive_timeout_s=self.config.keepalive_timeout_s,
+            )
+            self._channel = grpc.aio.insecure_channel(self.address, options=options.channel)
+            self._stub = ServiceStub(self._channel, _SERVICE)
+        return self._stub
+
+    def _may_call(self) -> bool:
+        if self._closed:
+            return False
+        if not self._breaker.allows(time.monotonic()):
+            self.counters["calls_skipped"] += 1
+            return False
+        return True
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Count a failure. A store that answers, even with a refusal, is not a dead one."""
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code == grpc.StatusCode.NOT_FOUND:
+            self._breaker.succeeded()
+            return
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self.counters["store_busy"] += 1
+            return
+        self.counters["store_failures"] += 1
+        if isinstance(error, (CorruptValue, FrameError, DecodeError)):
+            self.counters["store_lied"] += 1
+        log.warning("store %s: %s: %s", self.address, what, error if code is None else code.name)
+        self._breaker.failed(time.monotonic())
+
+    def _put_failed(self, error: Exception, pages: int) -> PutCounts:
+        self._failed("put_pages", error)
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return PutCounts(refused=pages, reason="busy", retry_after_s=_retry_after_s(error))
+        late = code == grpc.StatusCode.DEADLINE_EXCEEDED or isinstance(error, TimeoutError)
+        if code == grpc.StatusCode.INVALID_ARGUMENT:
+            return PutCounts(refused=pages, reason="invalid")
+        return PutCounts(refused=pages, reason="timeout" if late else "unavailable")
+
+
+def _expect_keys(keys: Sequence[bytes]) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise InvalidRequest("key", f"{len(key)} bytes", f"must be {KEY_BYTES} bytes")
+
+
+def _own_cancellation() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _frames(
+    keys: Sequence[bytes], values: Sequence[bytes], first_page: int, tenant: bytes
+) -> Iterator[bytes]:
+    """Frames of about FRAME_BYTES, each with values of one size."""
+    start = 0
+    while start < len(keys):
+        size = len(values[start])
+        end = start + 1
+        while (
+            end < len(keys)
+            and len(values[end]) == size
+            and (end - start + 1) * size <= FRAME_BYTES
+            and end - start < _MAX_PAGES_A_FRAME
+        ):
+            end += 1
+        meta = store_pb2.StoredMeta(
+            page_keys=b"".join(keys[start:end]),
+            value_bytes=size,
+            first_page=first_page + start,
+            tenant=tenant,
+        )
+        yield encode_frame(FrameKind.PAGES, meta, *values[start:end])
+        start = end
+
+
+def _window_frames(meta: store_pb2.WindowMeta, record: bytes) -> Iterator[bytes]:
+    for offset, piece in split_record(record):
+        meta.offset = offset
+        yield encode_frame(FrameKind.WINDOW, meta, piece)
+
+
+async def _assemble(call: Any, request: store_pb2.GetWindowRequest, limit_bytes: int) -> bytes:
+    """The record of a GetWindow answer. FrameError, CorruptValue when it is not the one asked for."""
+    assembler: RecordAssembler | None = None
+    async for message in call:
+        frame = decode_frame(message, expect=FrameKind.WINDOW)
+        meta = store_pb2.WindowMeta.FromString(frame.meta)
+        named = (meta.page_key, meta.tokens, meta.digest)
+        if named != (request.page_key, request.tokens, request.digest):
+            raise CorruptValue("key", "the store sent another window record")
+        if assembler is None:
+            if len(meta.checksum) != CHECKSUM_BYTES:
+                raise FrameError("checksum", f"{len(meta.checksum)} bytes", f"must be {CHECKSUM_BYTES}")
+            assembler = RecordAssembler(meta.total_bytes, meta.checksum, limit_bytes=limit_bytes)
+        assembler.add(meta.offset, frame.payload)
+    if assembler is None:
+        raise FrameError("frames", 0, "at least one")
+    return assembler.finish()
+
+
+def _retry_after_s(error: Exception) -> float:
+    metadata: Any = error.trailing_metadata() if isinstance(error, grpc.aio.AioRpcError) else None
+    for name, value in metadata or ():
+        if name == RETRY_AFTER:
+            try:
+                return max(int(value), 0) / 1000
+            except ValueError:
+                return 0.0
+    return 0.0

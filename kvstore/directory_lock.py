@@ -1,0 +1,33 @@
+"""One process a store directory: a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from cedar.kvstore.errors import StoreLocked
+
+
+class DirectoryLock:
+    """An exclusive lock on ``directory/LOCK``, which also names the holder's process id."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "LOCK"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise StoreLocked(
+                f"store directory {directory} is in use by process {holder or 'unknown'}"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give the directory free; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,216 @@
+"""The one thread that writes: collects puts into group commits and answers each when it is durable.
+
+A commit takes what is queued, up to 16 values or 4 MB or 5 ms after the first, into one transaction. A page
+becomes visible after that transaction, never before; put-if-absent: whoever came first stays.
+The queue is bounded in bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import lmdb
+from cedar.kvstore.commit import Committer
+from cedar.kvstore.config import SsdConfig
+from cedar.kvstore.errors import CorruptValue, Refused, StoreClosed
+from cedar.kvstore.header import CHECKSUM_BYTES, HEADER_BYTES
+from cedar.kvstore.index import Entry, PageIndex
+from cedar.kvstore.put import PutCounts, PutItem
+from cedar.kvstore.rows import Row
+from cedar.kvstore.segment import Segment
+from cedar.kvstore.stats import Counters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    items: Sequence[PutItem]
+    carry: bool
+    bytes: int
+    future: Future[PutCounts] = field(default_factory=Future)
+    counts: PutCounts = field(default_factory=PutCounts)
+    new: int = 0
+
+
+class GroupCommit:
+    """Queue and writer thread of one tier."""
+
+    def __init__(
+        self,
+        config: SsdConfig,
+        committer: Committer,
+        index: PageIndex,
+        counters: Counters,
+        *,
+        now_s: Callable[[], float],
+        on_corrupt: Callable[[bytes, Entry, CorruptValue], None],
+    ) -> None:
+        self._config = config
+        self._committer = committer
+        self._index = index
+        self._counters = counters
+        self._now_s = now_s
+        self._on_corrupt = on_corrupt
+        self._jobs: deque[_Job] = deque()
+        self._dead: list[tuple[Segment, bytes, Row]] = []
+        self._queued_bytes = 0
+        self._closing = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="cedar-store-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait for a commit."""
+        return self._queued_bytes
+
+    def submit(self, items: Sequence[PutItem], *, carry: bool = False) -> Future[PutCounts]:
+        """Queue values; the future is set after their commit. Refused when there is no room for them.
+
+        ``carry``: the pages are held, and are to be copied into the open segment.
+        """
+        job = _Job(items, carry, sum(len(item.value) for item in items))
+        with self._wake:
+            if self._closing:
+                raise StoreClosed("the store is closed")
+            if self._queued_bytes and self._queued_bytes + job.bytes > self._config.queue_bytes:
+                raise Refused("queue", self._config.commit_wait_s * 4)
+            self._queued_bytes += job.bytes
+            self._jobs.append(job)
+            self._wake.notify()
+        return job.future
+
+    def mark_dead(self, segment: Segment, key: bytes, row: Row) -> None:
+        """Replace the row of a page that failed verification, so that a restart does not find it again."""
+        with self._wake:
+            self._dead.append((segment, key, row))
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Commit what is queued, then end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            jobs = self._collect()
+            if jobs:
+                self._answer(jobs)
+            self._write_dead_rows()
+            if not jobs and self._closing:
+                self._committer.finish()
+                return
+
+    def _collect(self) -> list[_Job]:
+        """Wait for a job, then for company; empty when there is other work or nothing is left at the end."""
+        with self._wake:
+            while not self._jobs and not self._closing and not self._dead:
+                self._wake.wait()
+            deadline_s = time.monotonic() + self._config.commit_wait_s
+            jobs: list[_Job] = []
+            values = size = 0
+            while True:
+                while self._jobs and (not jobs or size + self._jobs[0].bytes <= self._config.commit_bytes):
+                    jobs.append(self._jobs.popleft())
+                    values += len(jobs[-1].items)
+                    size += jobs[-1].bytes
+                    if values >= self._config.commit_values:
+                        return jobs
+                left_s = deadline_s - time.monotonic()
+                if self._jobs or left_s <= 0 or self._closing or not jobs:
+                    return jobs
+                self._wake.wait(left_s)
+
+    def _answer(self, jobs: list[_Job]) -> None:
+        try:
+            self._commit(jobs)
+        except Exception:  # a bug here must not leave callers waiting
+            log.exception("group commit failed")
+            for job in jobs:
+                job.counts = PutCounts(refused=len(job.items), reason="disk")
+        with self._wake:
+            self._queued_bytes -= sum(job.bytes for job in jobs)
+        for job in jobs:
+            self._count(job)
+            job.future.set_result(job.counts)
+
+    def _commit(self, jobs: list[_Job]) -> None:
+        now_s = self._now_s()
+        pending: dict[bytes, PutItem] = {}
+        for job in jobs:
+            for item in job.items:
+                self._judge(job, item, pending, now_s)
+        reason = self._committer.write(pending, now_s) if pending else ""
+        for job in jobs:
+            if reason and job.new:
+                job.counts.refused += job.new
+                job.counts.reason = reason
+            else:
+                job.counts.stored += job.new
+
+    def _judge(self, job: _Job, item: PutItem, pending: dict[bytes, PutItem], now_s: float) -> None:
+        """Sort one value into new, present and conflicting."""
+        entry = self._index.live(item.key, now_s)
+        twin = pending.get(item.key)
+        if twin is not None:
+            same: bool | None = _stored_checksum(twin.value) == _stored_checksum(item.value)
+        elif job.carry:
+            # One that is gone, or has reached the open segment already, needs no carrying.
+            same = None if entry is not None and entry.segment.closed_to_writes else True
+        else:
+            same = None if entry is None else self._same_as_stored(item, entry)
+        if same is None:
+            pending[item.key] = item
+            job.new += 1
+        elif same:
+            job.counts.present += 1
+        else:
+            job.counts.conflicts += 1
+        if not job.carry:
+            self._index.touch((item.key,), now_s)
+
+    def _same_as_stored(self, item: PutItem, entry: Entry) -> bool | None:
+        """Whether the held value has the same bytes; None when it turns out not to be there."""
+        if not entry.segment.hold():
+            return None
+        try:
+            header = entry.segment.header(item.key)
+            return None if header is None else header.checksum == _stored_checksum(item.value)
+        except CorruptValue as error:
+            self._on_corrupt(item.key, entry, error)
+            return None
+        except lmdb.Error as error:
+            log.warning("segment %d: %s", entry.segment.number, error)
+            return None
+        finally:
+            entry.segment.let_go()
+
+    def _write_dead_rows(self) -> None:
+        with self._wake:
+            dead, self._dead = self._dead, []
+        for segment, key, row in dead:
+            self._committer.update_rows(segment, [(key, row)])
+
+    def _count(self, job: _Job) -> None:
+        if job.carry:
+            self._counters.add("store_pages_carried", job.counts.stored)
+            return
+        self._counters.add("store_puts_stored", job.counts.stored)
+        self._counters.add("store_puts_present", job.counts.present)
+        self._counters.add("store_puts_conflict", job.counts.conflicts)
+        if job.counts.refused:
+            self._counters.add("store_puts_refused", job.counts.refused)
+            self._counters.add(f"store_puts_refused_{job.counts.reason}", job.counts.refused)
+
+
+def _stored_checksum(value: bytes | memoryview) -> bytes:
+    return bytes(value[HEADER_BYTES - CHECKSUM_BYTES : HEADER_BYTES])

@@ -1,0 +1,150 @@
+"""The index: which page is where, in memory, rebuilt from the segments at start.
+
+It is the only judge of what the tier holds: a page is visible from the moment it is inserted here, after its
+commit, until it is removed, expires, or is replaced by a copy in a younger segment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from cedar.kvstore.rows import Row
+from cedar.kvstore.segment import Segment
+
+
+class Entry:
+    """Where one page is and when it was last used (store time)."""
+
+    __slots__ = ("offset", "page_index", "put_s", "segment", "size", "tenant", "used_s")
+
+    def __init__(self, segment: Segment, row: Row) -> None:
+        self.segment = segment
+        self.offset = row.offset
+        self.size = row.size
+        self.page_index = row.page_index
+        self.tenant = row.tenant
+        self.put_s = row.used_s
+        self.used_s = row.used_s
+
+
+class PageIndex:
+    """Entries by page key. Single look-ups need no lock; changes that belong together take it."""
+
+    def __init__(self, ttl_s: float, usage_grain_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._grain_s = usage_grain_s
+        self._entries: dict[bytes, Entry] = {}
+        self._unlogged: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+        self._value_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def value_bytes(self) -> int:
+        """Sum of the sizes of all values."""
+        return self._value_bytes
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, expired or not."""
+        return self._entries.get(key)
+
+    def live(self, key: bytes, now_s: float) -> Entry | None:
+        """The entry if it can be served at ``now_s``."""
+        entry = self._entries.get(key)
+        if entry is None or entry.used_s + self._ttl_s <= now_s or entry.segment.dropped:
+            return None
+        return entry
+
+    def leading(self, keys: Sequence[bytes], now_s: float) -> int:
+        """How many of ``keys``, from the first on, are live."""
+        entries = self._entries
+        oldest_s = now_s - self._ttl_s
+        for count, key in enumerate(keys):
+            entry = entries.get(key)
+            if entry is None or entry.used_s <= oldest_s or entry.segment.dropped:
+                return count
+        return len(keys)
+
+    def touch(self, keys: Iterable[bytes], now_s: float) -> None:
+        """Record a use of each page. Uses in different grains of time are also remembered over a restart."""
+        grain = int(now_s // self._grain_s)
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            if entry.used_s < now_s:
+                if int(entry.used_s // self._grain_s) != grain:
+                    self._unlogged[key] = now_s
+                entry.used_s = now_s
+
+    def take_unlogged(self) -> dict[bytes, float]:
+        """Uses since the last call that the usage log should hold."""
+        taken, self._unlogged = self._unlogged, {}
+        return taken
+
+    def insert(self, key: bytes, row: Row, segment: Segment) -> None:
+        """Make a committed page visible; a copy in a younger segment replaces the entry."""
+        with self._lock:
+            self._forget(key)
+            self._entries[key] = Entry(segment, row)
+            self._value_bytes += row.size
+            segment.live_pages += 1
+
+    def remember_use(self, key: bytes, used_s: float) -> None:
+        """Raise the last use of a page, as read back from the usage log."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.used_s < used_s:
+            entry.used_s = used_s
+
+    def remove(self, key: bytes, segment: Segment) -> bool:
+        """Forget a page if its current copy is in ``segment``."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.segment is not segment:
+                return False
+            return self._forget(key)
+
+    def current_keys(self, segment: Segment) -> list[tuple[bytes, Entry]]:
+        """The pages whose current copy is in ``segment``, each once."""
+        found = {}
+        for key in list(segment.keys):
+            entry = self._entries.get(key)
+            if entry is not None and entry.segment is segment:
+                found[key] = entry
+        return list(found.items())
+
+    def remove_segment(self, segment: Segment) -> int:
+        """Forget every page whose current copy is in ``segment``; how many there were."""
+        return sum(self.remove(key, segment) for key, _ in self.current_keys(segment))
+
+    def items(self) -> list[tuple[bytes, Entry]]:
+        """A snapshot of everything."""
+        with self._lock:
+            return list(self._entries.items())
+
+    def check_integrity(self) -> None:
+        """AssertionError when the books do not balance."""
+        with self._lock:
+            pages: dict[Segment, int] = {}
+            for entry in self._entries.values():
+                pages[entry.segment] = pages.get(entry.segment, 0) + 1
+            total = sum(entry.size for entry in self._entries.values())
+            assert total == self._value_bytes, (
+                f"{self._value_bytes} bytes in the books, entries add up to {total}"
+            )
+            for segment, count in pages.items():
+                books = segment.live_pages
+                assert books == count, (
+                    f"segment {segment.number}: {books} pages in its books, {count} indexed"
+                )
+
+    def _forget(self, key: bytes) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        entry.segment.live_pages -= 1
+        self._value_bytes -= entry.size
+        return True

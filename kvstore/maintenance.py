@@ -1,0 +1,222 @@
+"""Background work of the SSD tier, one ``tick`` at a time: expire, evict, carry forward, salvage, keep time.
+
+Decisions are made in ``eviction``; this carries them out. Nothing here may stop reads or puts for long, and a
+round that fails is logged, counted, and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Final
+
+import lmdb
+from cedar.kvstore import eviction
+from cedar.kvstore.config import SsdConfig
+from cedar.kvstore.errors import Refused, StoreClosed
+from cedar.kvstore.eviction import PageFacts, TokenBucket
+from cedar.kvstore.group_commit import GroupCommit
+from cedar.kvstore.index import PageIndex
+from cedar.kvstore.put import PutItem
+from cedar.kvstore.salvage import intact_values
+from cedar.kvstore.segment import DATA_FILE, Segment
+from cedar.kvstore.segment_set import SegmentSet
+from cedar.kvstore.stats import Counters
+from cedar.kvstore.store_time import StoreTime
+from cedar.kvstore.usage_log import UsageLog
+
+log = logging.getLogger(__name__)
+
+MAX_WANTED: Final = 65_536
+READER_CHECK_S: Final = 60.0
+_COMMIT_TIMEOUT_S: Final = 60.0
+_SALVAGE_VALUE_BYTES: Final = 64 << 20
+
+
+class Maintenance:
+    """Background work of one tier; ``start`` runs ``tick`` on a thread, tests call it themselves."""
+
+    def __init__(
+        self,
+        config: SsdConfig,
+        time: StoreTime,
+        segments: SegmentSet,
+        index: PageIndex,
+        uses: UsageLog,
+        counters: Counters,
+        writer: GroupCommit,
+        *,
+        read: Callable[[bytes], bytes | None],
+    ) -> None:
+        self._config = config
+        self._time = time
+        self._segments = segments
+        self._index = index
+        self._uses = uses
+        self._counters = counters
+        self._writer = writer
+        self._read = read
+        self._wanted: dict[bytes, None] = {}
+        rate = config.carry_bytes_per_s
+        self._bucket = TokenBucket(rate, rate, time.now_s())
+        self._flushed_s = self._readers_checked_s = time.now_s()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Run in the background until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="cedar-store-maintenance", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what was being carried forward stays where it is."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Do a round now."""
+        self._wake.set()
+
+    def served(self, keys: Sequence[bytes], now_s: float) -> None:
+        """Pages were hit: note those whose segment is in the last quarter of its life."""
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or not entry.segment.closed_to_writes or len(self._wanted) >= MAX_WANTED:
+                continue
+            if eviction.in_last_quarter(entry.segment.last_used_s, now_s, self._config.ttl_s):
+                self._wanted[key] = None
+
+    def tick(self) -> None:
+        """One round."""
+        now_s = self._time.now_s()
+        self._evict()
+        self._expire(now_s)
+        self._carry_wanted(now_s)
+        self._salvage(now_s)
+        if now_s - self._flushed_s >= self._config.usage_flush_s:
+            self._flushed_s = now_s
+            self.save()
+            self._uses.expire(now_s)
+        if now_s - self._readers_checked_s >= READER_CHECK_S:
+            self._readers_checked_s = now_s
+            self._free_dead_readers()
+
+    def save(self) -> None:
+        """Write the uses and the time that a restart should know. A disk that will not is logged."""
+        try:
+            self._uses.append(self._index.take_unlogged(), self._time.now_s())
+            self._time.save()
+        except OSError as error:
+            log.warning("last uses not saved: %s", error)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self.tick()
+            except Exception:
+                self._counters.add("store_maintenance_failures")
+                log.exception("store maintenance failed, will try again")
+            self._wake.wait(self._config.maintenance_s)
+            self._wake.clear()
+
+    def _evict(self) -> None:
+        usage, capacity = self._segments.usage_and_capacity_bytes()
+        victims = eviction.segments_to_evict(
+            self._segments.facts(),
+            usage_bytes=usage,
+            capacity_bytes=capacity,
+            high=self._config.high_watermark,
+            low=self._config.low_watermark,
+        )
+        room = usage < capacity
+        for segment in self._by_number(victims):
+            budget = int(eviction.CARRY_SHARE * segment.allocated_bytes()) if room else 0
+            for key in eviction.pages_worth_keeping(self._pages(segment), budget):
+                if not self._carry(key):
+                    break
+            self._drop(segment, "store_pages_evicted_capacity")
+
+    def _expire(self, now_s: float) -> None:
+        expired = eviction.expired_segments(self._segments.facts(), now_s, self._config.ttl_s)
+        for segment in self._by_number(expired):
+            in_use = eviction.pages_still_in_use(self._pages(segment), now_s, self._config.ttl_s)
+            for key in in_use:
+                entry = self._index.get(key)
+                if entry is None or not self._bucket.take(entry.size, now_s):
+                    return  # go on in the next round; the pages are served from here until then
+                if not self._carry(key):
+                    return
+            self._drop(segment, "store_pages_evicted_expired")
+
+    def _carry_wanted(self, now_s: float) -> None:
+        while self._wanted and not self._stopping:
+            key = next(iter(self._wanted))
+            entry = self._index.live(key, now_s)
+            if entry is not None:
+                if not self._bucket.take(entry.size, now_s):
+                    return
+                if not self._carry(key):
+                    return
+            self._wanted.pop(key, None)
+
+    def _carry(self, key: bytes) -> bool:
+        """Copy one page into the open segment; False when the tier takes no puts now."""
+        entry = self._index.get(key)
+        value = self._read(key)
+        if entry is None or value is None:
+            return True
+        item = PutItem(key, value, entry.page_index, entry.tenant, entry.used_s)
+        try:
+            return not self._writer.submit([item], carry=True).result(_COMMIT_TIMEOUT_S).refused
+        except (Refused, StoreClosed, FutureTimeout):
+            return False
+
+    def _salvage(self, now_s: float) -> None:
+        """Take the whole pages out of one damaged segment, then delete it."""
+        for directory in sorted(self._segments.damaged_directory.iterdir()):
+            if self._stopping:
+                return
+            data_file = directory / DATA_FILE
+            saved = 0
+            if data_file.exists():
+                for key, value in intact_values(data_file, max_value_bytes=_SALVAGE_VALUE_BYTES):
+                    used_s = now_s - self._config.ttl_s / 2  # when it was last used is not known
+                    try:
+                        future = self._writer.submit([PutItem(key, value, used_s=used_s)])
+                        saved += future.result(_COMMIT_TIMEOUT_S).stored
+                    except (Refused, StoreClosed, FutureTimeout):
+                        return
+            self._counters.add("store_pages_salvaged", saved)
+            log.warning("damaged segment %s: %d pages recovered", directory.name, saved)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _free_dead_readers(self) -> None:
+        for segment in self._segments.all():
+            if segment.hold():
+                try:
+                    self._counters.add("store_dead_readers", segment.free_dead_readers())
+                except lmdb.Error as error:
+                    log.warning("segment %d: %s", segment.number, error)
+                finally:
+                    segment.let_go()
+
+    def _drop(self, segment: Segment, counter: str) -> None:
+        self._counters.add(counter, self._index.remove_segment(segment))
+        self._counters.add("store_segments_dropped")
+        self._segments.drop(segment)
+
+    def _pages(self, segment: Segment) -> list[PageFacts]:
+        return [
+            PageFacts(key, entry.size, entry.put_s, entry.used_s, entry.page_index)
+            for key, entry in self._index.current_keys(segment)
+        ]
+
+    def _by_number(self, numbers: list[int]) -> list[Segment]:
+        wanted = set(numbers)
+        return [segment for segment in self._segments.all() if segment.number in wanted]

@@ -1,0 +1,157 @@
+"""One store node: ``python -m cedar.kvstore.node --directory DIR`` runs it; StoreNode embeds it.
+
+The node owns its directory, serves gRPC with health and reflection, and stops gracefully: it turns unhealthy,
+lets calls in flight end, commits what is queued, and gives the directory free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from cedar.kvstore.clock import Clock, SystemClock
+from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
+from cedar.kvstore.errors import InvalidRequest, StoreLocked
+from cedar.kvstore.rpc import add_health, service_handler, transport_options
+from cedar.kvstore.service import StoreService
+from cedar.kvstore.ssd_tier import SsdTier
+from cedar.kvstore.stats import Counters
+from cedar.kvstore.window_tier import WindowTier
+from cedar.v1 import store_pb2
+
+log = logging.getLogger(__name__)
+SERVICE = store_pb2.DESCRIPTOR.services_by_name["Store"]
+
+
+class PortInUse(RuntimeError):
+    """The address cannot be listened on."""
+
+
+class StoreNode:
+    """A store node inside this process: ``await start()``, later ``await stop()``."""
+
+    def __init__(self, config: NodeConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.address = ""
+        self._clock = clock or SystemClock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        """Open the tiers and serve; the address, "host:port". StoreLocked, PortInUse."""
+        loop = asyncio.get_running_loop()
+        config = self.config
+        self.windows = WindowTier(config.window, self._clock, self.counters)
+        self._readers = ThreadPoolExecutor(config.read_threads, thread_name_prefix="cedar-store-reader")
+        try:
+            self.ssd = await loop.run_in_executor(
+                self._readers, lambda: SsdTier(config.ssd, clock=self._clock, counters=self.counters)
+            )
+        except BaseException:
+            self._readers.shutdown(wait=False)
+            raise
+        options = transport_options(
+            max_message_bytes=config.max_message_bytes,
+            keepalive_s=config.keepalive_s,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+        )
+        self._server = grpc.aio.server(options=options.server)
+        service = StoreService(config, self.ssd, self.windows, self._readers, self.counters)
+        self._server.add_generic_rpc_handlers((service_handler(SERVICE, service),))
+        self._health = add_health(self._server, [SERVICE])
+        try:
+            port = self._server.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError as error:
+            await self._close_tiers()
+            raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error}") from None
+        await self._server.start()
+        self._tasks.append(loop.create_task(self._expire_windows()))
+        self.address = f"{config.host}:{port}"
+        return self.address
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Refuse new calls, give those in flight ``grace_s``, then commit, close and unlock."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._close_tiers()
+
+    async def _close_tiers(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._readers, self.ssd.close)
+        self._readers.shutdown(wait=True)
+
+    async def _expire_windows(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self.windows.expire()
+
+
+def parse_arguments(argv: list[str] | None = None) -> NodeConfig:
+    """The node's configuration from the command line. InvalidRequest names what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m cedar.kvstore.node", description=__doc__)
+    add = parser.add_argument
+    add("--directory", type=Path, required=True, help="where pages are kept; one process a directory")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0, help="0: any free port, printed at start")
+    add("--capacity-gib", type=float, default=64.0, help="disk that pages may take (default 64)")
+    add("--ttl-hours", type=float, default=72.0, help="how long a page lives after its last use (default 72)")
+    add("--segment-mib", type=float, default=0.0, help="size of a segment (default: capacity / 24)")
+    add("--durability", choices=("batch", "none"), default="batch")
+    add("--reserve-mib", type=float, default=256.0, help="free disk never used (default 256)")
+    add("--window-mib", type=float, default=0.0, help="DRAM for window state (default: a tenth of memory)")
+    add("--window-ttl-s", type=float, default=600.0)
+    add("--fingerprint", action="append", default=[], metavar="HEX", help="take only this model's pages")
+    arguments = parser.parse_args(argv)
+    return NodeConfig(
+        ssd=SsdConfig(
+            directory=arguments.directory,
+            capacity_bytes=int(arguments.capacity_gib * GIB),
+            ttl_s=arguments.ttl_hours * HOUR_S,
+            segment_bytes=int(arguments.segment_mib * MIB),
+            durability=arguments.durability,
+            reserve_bytes=int(arguments.reserve_mib * MIB),
+        ),
+        window=WindowConfig(budget_bytes=int(arguments.window_mib * MIB), ttl_s=arguments.window_ttl_s),
+        host=arguments.host,
+        port=arguments.port,
+        fingerprints=tuple(bytes.fromhex(text) for text in arguments.fingerprint),
+    )
+
+
+async def serve(config: NodeConfig) -> None:
+    """Run a node until SIGTERM or SIGINT; prints one JSON line when it serves."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    node = StoreNode(config)
+    address = await node.start()
+    print(json.dumps({"address": address, "pid": os.getpid()}), flush=True)
+    await stopping.wait()
+    await node.stop()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; exit status 2 with one clear line when the node cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(serve(parse_arguments(argv)))
+    except (InvalidRequest, StoreLocked, PortInUse, OSError, ValueError) as error:
+        print(f"store node: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

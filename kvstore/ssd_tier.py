@@ -1,0 +1,273 @@
+"""The tier of immutable pages on SSD: put, match and read over time-bucketed LMDB segments.
+
+Threads: one writes (``group_commit``), one maintains (``maintenance``), any number read. Readers never wait
+for the writer. All methods may block on the disk except ``match``, which looks at memory alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import lmdb
+from cedar.kvstore.clock import Clock, SystemClock
+from cedar.kvstore.commit import Committer
+from cedar.kvstore.config import SsdConfig
+from cedar.kvstore.directory_lock import DirectoryLock
+from cedar.kvstore.errors import CorruptValue
+from cedar.kvstore.group_commit import GroupCommit
+from cedar.kvstore.header import verify_value
+from cedar.kvstore.index import Entry, PageIndex
+from cedar.kvstore.maintenance import Maintenance
+from cedar.kvstore.put import PutCounts, PutItem
+from cedar.kvstore.quarantine import Quarantine
+from cedar.kvstore.rows import Row
+from cedar.kvstore.segment import Segment
+from cedar.kvstore.segment_set import SegmentSet
+from cedar.kvstore.stats import Counters
+from cedar.kvstore.store_time import StoreTime
+from cedar.kvstore.usage_log import UsageLog
+from cedar.kvstore.volatile_mark import VolatileMark
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+LookUp = Callable[[bytes], memoryview | None]
+
+ERRORS_TO_CONDEMN: Final = 3
+"""Reads that LMDB itself fails in one segment before the segment is taken out of service and salvaged."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Leading pages read together: their keys, and what the reader built from them."""
+
+    count: int
+    value_bytes: int
+
+
+class SsdTier:
+    """The tier in ``config.directory``. StoreLocked when another process has it.
+
+    ``background=False`` starts no maintenance thread: the caller runs ``maintenance.tick``.
+    """
+
+    def __init__(
+        self,
+        config: SsdConfig,
+        *,
+        clock: Clock | None = None,
+        counters: Counters | None = None,
+        background: bool = True,
+    ) -> None:
+        self.config = config
+        self.counters = counters or Counters()
+        clock = clock or SystemClock()
+        config.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock(config.directory)
+        try:
+            self._volatile = VolatileMark(config.directory, clock)
+            if config.durability == "none":
+                self._volatile.set()
+            self._segments = SegmentSet(config)
+            self._index = PageIndex(config.ttl_s, config.usage_grain_s)
+            floor_s = self._load_index()
+            uses = UsageLog(config.directory / "uses", period_s=config.segment_s, keep_s=config.ttl_s)
+            for key, used_s in uses.read():
+                self._index.remember_use(key, used_s)
+                floor_s = max(floor_s, used_s)
+            self._time = StoreTime(
+                clock, config.directory / "time.json", floor_s=floor_s, max_gap_s=config.max_restart_gap_s
+            )
+            self._quarantine = Quarantine(config.directory / "quarantine", config.quarantine_bytes)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._errors: dict[int, int] = {}
+        self._closed = False
+        committer = Committer(config, clock, self._segments, self._index, self.counters, self._press)
+        self._writer = GroupCommit(
+            config, committer, self._index, self.counters, now_s=self._time.now_s, on_corrupt=self._corrupt
+        )
+        self.maintenance = Maintenance(
+            config, self._time, self._segments, self._index, uses, self.counters, self._writer, read=self.get
+        )
+        if background:
+            self.maintenance.start()
+
+    # ---- writing ----
+
+    def put(self, items: Sequence[PutItem]) -> Future[PutCounts]:
+        """Store verified values; the future is set when they are durable. Refused when the queue is full."""
+        return self._writer.submit(items)
+
+    # ---- reading ----
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages are held. Counts as a use of them: their holder may never fetch the head."""
+        now_s = self._time.now_s()
+        count = self._index.leading(keys, now_s)
+        self._index.touch(keys[:count], now_s)
+        return count
+
+    def get(self, key: bytes) -> bytes | None:
+        """One verified value, or None. Not a use."""
+        found = self.read_run([key], 1, lambda views: bytes(views[0]), use=False)
+        return found[1] if found else None
+
+    def read_run(
+        self,
+        keys: Sequence[bytes],
+        max_bytes: int,
+        build: Callable[[list[memoryview]], T],
+        *,
+        use: bool = True,
+    ) -> tuple[Run, T] | None:
+        """Verify leading pages of one size, at most ``max_bytes`` of them, and build something from views.
+
+        At least one page if the first is held, else None. The run ends before the first page that is missing,
+        expired, damaged or of another size. ``build`` must copy: the views die when it returns.
+        """
+        now_s = self._time.now_s()
+        with ExitStack() as stack:
+            views: list[memoryview] = []
+            look_ups: dict[Segment, LookUp] = {}
+            size = 0
+            for key in keys:
+                entry = self._index.live(key, now_s)
+                if entry is None:
+                    self._count_miss(key)
+                    break
+                if views and (entry.size != size or (len(views) + 1) * size > max_bytes):
+                    break
+                view = self._view(key, entry, look_ups, stack)
+                if view is None:
+                    break
+                size = entry.size
+                views.append(view)
+            if not views:
+                return None
+            built = build(views)
+        served = keys[: len(views)]
+        if use:
+            self._index.touch(served, now_s)
+            self.maintenance.served(served, now_s)
+            self.counters.add("store_pages_read", len(served))
+            self.counters.add("store_read_bytes", size * len(served))
+        return Run(len(served), size), built
+
+    def announce(self, keys: Sequence[bytes]) -> None:
+        """Let the kernel start reading these pages, before the first of them is read."""
+        now_s = self._time.now_s()
+        for key in keys:
+            entry = self._index.live(key, now_s)
+            if entry is None:
+                return
+            if entry.segment.hold():
+                entry.segment.announce(entry.offset, entry.size)
+                entry.segment.let_go()
+
+    # ---- upkeep ----
+
+    def stats(self) -> dict[str, float]:
+        """Gauges, by name."""
+        return {
+            "store_pages": float(len(self._index)),
+            "store_page_bytes": float(self._index.value_bytes),
+            "store_segments": float(len(self._segments.all())),
+            "store_disk_bytes": float(self._segments.usage_bytes()),
+            "store_capacity_bytes": float(self.config.capacity_bytes),
+            "store_queue_bytes": float(self._writer.queued_bytes),
+        }
+
+    def check_integrity(self, *, deep: bool = False) -> None:
+        """AssertionError when the books do not balance; ``deep`` also reads and verifies every page."""
+        self._index.check_integrity()
+        segments = set(self._segments.all())
+        for key, entry in self._index.items():
+            assert entry.segment in segments, f"page {key.hex()} is in a segment that is gone"
+            if deep:
+                assert self.get(key) is not None or self._index.get(key) is not entry, (
+                    f"page {key.hex()} unreadable"
+                )
+
+    def close(self) -> None:
+        """Commit what is queued, stop the threads, close the segments. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self.maintenance.stop()
+        self._writer.stop()
+        self.maintenance.save()
+        self._segments.close(sync=self.config.durability == "none")
+        self._volatile.clear()
+        self._lock.release()
+
+    def _load_index(self) -> float:
+        """Fill the index from the segments; the youngest store time found."""
+        youngest_s = 0.0
+        for segment, key, row in self._segments.load():
+            youngest_s = max(youngest_s, row.used_s)
+            if row.dead:
+                entry = self._index.get(key)
+                if entry is not None and entry.segment is segment:
+                    self._index.remove(key, segment)
+            else:
+                self._index.insert(key, row, segment)
+        return youngest_s
+
+    def _view(
+        self, key: bytes, entry: Entry, look_ups: dict[Segment, LookUp], stack: ExitStack
+    ) -> memoryview | None:
+        """A verified view that lives as long as ``stack``; None when the page cannot be served."""
+        segment = entry.segment
+        try:
+            if segment not in look_ups:
+                if not segment.hold():
+                    return None
+                stack.callback(segment.let_go)
+                look_ups[segment] = stack.enter_context(segment.reading())
+            view = look_ups[segment](key)
+            if view is None:
+                raise CorruptValue("key", "its segment has lost it")
+            try:
+                verify_value(view, page_key=key)
+            except CorruptValue as error:
+                self._quarantine.keep(key, error.reason, bytes(view))
+                raise
+        except CorruptValue as error:
+            self._corrupt(key, entry, error)
+            return None
+        except lmdb.Error as error:
+            self._segment_error(key, entry, error)
+            return None
+        return view
+
+    def _corrupt(self, key: bytes, entry: Entry, error: CorruptValue) -> None:
+        if self._index.remove(key, entry.segment):
+            self.counters.add("store_values_corrupt")
+            row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset, dead=True)
+            self._writer.mark_dead(entry.segment, key, row)
+            log.warning("page %s: %s", key.hex(), error)
+
+    def _segment_error(self, key: bytes, entry: Entry, error: lmdb.Error) -> None:
+        """LMDB itself failed: forget the page, and after a few the whole segment."""
+        segment = entry.segment
+        log.warning("segment %d: page %s: %s", segment.number, key.hex(), error)
+        self._index.remove(key, segment)
+        self._errors[segment.number] = self._errors.get(segment.number, 0) + 1
+        if self._errors[segment.number] >= ERRORS_TO_CONDEMN and not segment.dropped:
+            self.counters.add("store_segments_damaged")
+            self._index.remove_segment(segment)
+            self._segments.condemn(segment)
+            self.maintenance.wake()
+
+    def _count_miss(self, key: bytes) -> None:
+        expired = self._index.get(key) is not None
+        self.counters.add("store_page_expired" if expired else "store_page_misses")
+
+    def _press(self) -> None:
+        self.maintenance.wake()

@@ -1,0 +1,66 @@
+"""Counters with fixed names, safe to add to from any thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+COUNTERS: Final = {
+    "store_match_requests": "MatchPrefix calls answered",
+    "store_match_keys": "page keys asked for in them",
+    "store_match_pages": "pages reported as held in them",
+    "store_pages_read": "pages served",
+    "store_read_bytes": "bytes of values served",
+    "store_page_misses": "reads that ended at a page which is not held",
+    "store_page_expired": "reads that ended at a page past its time",
+    "store_values_corrupt": "stored values that failed verification",
+    "store_segments_damaged": "segments that could not be opened or walked",
+    "store_pages_salvaged": "pages recovered from damaged segments",
+    "store_puts_stored": "pages stored",
+    "store_puts_present": "pages put again with the same bytes",
+    "store_puts_conflict": "pages put again with other bytes; the first stays",
+    "store_puts_refused": "pages refused, for any reason",
+    "store_puts_refused_full": "of these: capacity or free disk",
+    "store_puts_refused_disk": "of these: a commit failed, or one failed moments ago",
+    "store_puts_refused_queue": "of these: the commit queue stayed full",
+    "store_put_bytes": "bytes of values stored",
+    "store_commits": "group commits",
+    "store_commit_values": "values in them",
+    "store_commit_seconds": "time spent in them",
+    "store_commit_failures": "commits that the disk failed",
+    "store_pages_carried": "pages copied forward into a younger segment",
+    "store_pages_evicted_expired": "pages dropped past their time",
+    "store_pages_evicted_capacity": "pages dropped for room",
+    "store_segments_dropped": "segments dropped",
+    "store_dead_readers": "reader slots of dead processes released",
+    "store_maintenance_failures": "maintenance rounds that ended in an error",
+    "store_window_puts": "window records stored",
+    "store_window_hits": "window records served",
+    "store_window_misses": "window records asked for and not held",
+    "store_window_refused": "window records refused",
+    "store_window_evicted_ttl": "window records dropped past their time",
+    "store_window_evicted_budget": "window records dropped for room",
+    "store_requests_busy": "calls refused because too many were in flight",
+    "store_requests_invalid": "calls refused as invalid",
+}
+
+
+class Counters:
+    """The counters of one node. An unknown name is a KeyError."""
+
+    def __init__(self) -> None:
+        self._values = dict.fromkeys(COUNTERS, 0.0)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._values[name] += amount
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def snapshot(self) -> dict[str, float]:
+        """All counters by name."""
+        with self._lock:
+            return dict(self._values)

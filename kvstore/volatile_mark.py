@@ -1,0 +1,37 @@
+"""Marks a directory that is written without syncing: after a machine crash its databases may lie, unnoticed.
+
+While the mark of an earlier boot stands at start, the machine went down under unsynced data, and all of it is
+thrown away. A process that merely died leaves the page cache whole, so the mark of this boot is no reason to.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from cedar.kvstore.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+class VolatileMark:
+    """The mark in ``directory``; constructing it discards data left by a crash."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self._path = directory / "volatile"
+        self._boot_id = clock.boot_id() or "unknown"
+        if self._path.exists():
+            marked = self._path.read_text().strip()
+            if marked != self._boot_id or marked == "unknown":
+                log.warning("unsynced data of an earlier boot: discarding the store's segments")
+                shutil.rmtree(directory / "segments", ignore_errors=True)
+                self._path.unlink()
+
+    def set(self) -> None:
+        """From now on data may be unsynced."""
+        self._path.write_text(self._boot_id)
+
+    def clear(self) -> None:
+        """Everything is on disk."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+"""The tier of window state in DRAM: records that live for minutes, in a budget, least recently used first.
+
+A record is filed under the key of its last full page (or the root key) with its exact position and a digest
+of the tokens after that page; one page key may have many. Bytes are counted as held: the record and a fixed
+``NAME_BYTES`` for its name, and room promised to a record that is still arriving. Freed at once on removal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from cedar.kvstore.clock import Clock
+from cedar.kvstore.config import WindowConfig
+from cedar.kvstore.stats import Counters
+
+NAME_BYTES: Final = 256
+"""Charged for the name and the books of each record."""
+
+
+class WindowName(NamedTuple):
+    """Which state a record is: after ``tokens`` tokens, of which the last full page has ``page_key``."""
+
+    page_key: bytes
+    tokens: int
+    digest: bytes
+
+
+@dataclass
+class _Held:
+    record: bytes
+    checksum: bytes
+    expires_s: float
+
+
+class WindowTier:
+    """Window records of one node. Every method is quick and may be called from any thread."""
+
+    def __init__(self, config: WindowConfig, clock: Clock, counters: Counters) -> None:
+        self.config = config
+        self._clock = clock
+        self._counters = counters
+        self._held: OrderedDict[WindowName, _Held] = OrderedDict()  # least recently used first
+        self._by_page: dict[bytes, OrderedDict[WindowName, None]] = {}
+        self._used_bytes = 0
+        self._promised_bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the records held, names included."""
+        return self._used_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes promised to records that are arriving."""
+        return self._promised_bytes
+
+    def promise(self, record_bytes: int) -> bool:
+        """Make room for a record to come, until ``put`` or ``retract``; False when it cannot be had."""
+        size = record_bytes + NAME_BYTES
+        with self._lock:
+            room = self.config.budget_bytes - self._promised_bytes
+            if record_bytes > self.config.max_record_bytes or size > room:
+                self._counters.add("store_window_refused")
+                return False
+            self._expire(self._clock.monotonic_s())
+            while self._used_bytes + size > room:
+                self._remove(next(iter(self._held)))
+                self._counters.add("store_window_evicted_budget")
+            self._promised_bytes += size
+            return True
+
+    def retract(self, record_bytes: int) -> None:
+        """A promised record does not come."""
+        with self._lock:
+            self._promised_bytes -= record_bytes + NAME_BYTES
+
+    def put(self, name: WindowName, record: bytes, checksum: bytes) -> None:
+        """Keep a promised record; one of the same name is replaced."""
+        with self._lock:
+            self._promised_bytes -= len(record) + NAME_BYTES
+            if name in self._held:
+                self._remove(name)
+            siblings = self._by_page.setdefault(name.page_key, OrderedDict())
+            while len(siblings) >= self.config.max_records_per_key:
+                self._remove(next(iter(siblings)))
+                self._counters.add("store_window_evicted_budget")
+            # The dictionary of the page went with its last record, if that was just removed.
+            self._by_page.setdefault(name.page_key, siblings)[name] = None
+            self._held[name] = _Held(record, checksum, self._clock.monotonic_s() + self.config.ttl_s)
+            self._used_bytes += len(record) + NAME_BYTES
+            self._counters.add("store_window_puts")
+
+    def get(self, name: WindowName) -> tuple[bytes, bytes] | None:
+        """(record, checksum), which counts as a use and renews its time; None when gone."""
+        with self._lock:
+            held = self._held.get(name)
+            now_s = self._clock.monotonic_s()
+            if held is None or held.expires_s <= now_s:
+                self._counters.add("store_window_misses")
+                return None
+            held.expires_s = now_s + self.config.ttl_s
+            self._held.move_to_end(name)
+            self._by_page[name.page_key].move_to_end(name)
+            self._counters.add("store_window_hits")
+            return held.record, held.checksum
+
+    def names(self, page_keys: Iterable[bytes], limit: int) -> list[WindowName]:
+        """Names of the records under these page keys, the longest first, ``limit`` at most. Not a use."""
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            found = [
+                name
+                for page_key in page_keys
+                for name in self._by_page.get(page_key, ())
+                if self._held[name].expires_s > now_s
+            ]
+        found.sort(key=lambda name: -name.tokens)
+        return found[:limit]
+
+    def delete(self, name: WindowName) -> bool:
+        """Remove a record now; whether there was one."""
+        with self._lock:
+            if name not in self._held:
+                return False
+            self._remove(name)
+            return True
+
+    def expire(self) -> None:
+        """Remove every record that is past its time."""
+        with self._lock:
+            self._expire(self._clock.monotonic_s())
+
+    def stats(self) -> dict[str, float]:
+        """Gauges, by name."""
+        return {
+            "store_window_records": float(len(self._held)),
+            "store_window_bytes": float(self._used_bytes),
+            "store_window_promised_bytes": float(self._promised_bytes),
+            "store_window_budget_bytes": float(self.config.budget_bytes),
+        }
+
+    def check_integrity(self) -> None:
+        """AssertionError when the books do not balance."""
+        with self._lock:
+            total = sum(len(held.record) + NAME_BYTES for held in self._held.values())
+            assert total == self._used_bytes, (
+                f"{self._used_bytes} bytes in the books, records add up to {total}"
+            )
+            assert self._promised_bytes >= 0
+            assert self._used_bytes + self._promised_bytes <= self.config.budget_bytes
+            listed = [name for siblings in self._by_page.values() for name in siblings]
+            assert sorted(listed) == sorted(self._held), "records by page differ from records"
+            assert all(self._by_page.values()), "a page key without records"
+
+    def _expire(self, now_s: float) -> None:
+        # A use renews the time and moves to the end, so the order of use is the order of expiry.
+        while self._held:
+            name, held = next(iter(self._held.items()))
+            if held.expires_s > now_s:
+                return
+            self._remove(name)
+            self._counters.add("store_window_evicted_ttl")
+
+    def _remove(self, name: WindowName) -> None:
+        held = self._held.pop(name)
+        self._used_bytes -= len(held.record) + NAME_BYTES
+        siblings = self._by_page[name.page_key]
+        del siblings[name]
+        if not siblings:
+            del self._by_page[name.page_key]

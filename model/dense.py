@@ -1,0 +1,104 @@
+"""Matrices as layers hold them, and the budget for keeping them expanded on the CPU.
+
+The CPU reference multiplies in float64. Expanding a packed weight on every call would cost more than the
+product, so small networks keep float64 copies; a large one, or one on an accelerator, keeps only the packed
+bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from cedar.kernels.experts import expand_experts, grouped_experts
+from cedar.kernels.fp8 import expand_fp8_blocks
+from cedar.kernels.linear import linear_dense, linear_fp8
+
+DEFAULT_EXPANDED_BYTES: Final = 1 << 30
+_WIDE_BYTES: Final = 8
+
+
+class ExpansionBudget:
+    """How many bytes of float64 copies may still be made; none anywhere but on the CPU."""
+
+    def __init__(self, device: torch.device, total_bytes: int = DEFAULT_EXPANDED_BYTES) -> None:
+        self._left = total_bytes if device.type == "cpu" else 0
+
+    def take(self, elements: int) -> bool:
+        """Whether a copy of `elements` values fits; counts it when it does."""
+        fits = elements * _WIDE_BYTES <= self._left
+        if fits:
+            self._left -= elements * _WIDE_BYTES
+        return fits
+
+
+@dataclass(frozen=True)
+class Dense:
+    """An FP8 matrix [O, I] with 32x32 block scales; its input is quantised on the way in."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    expanded: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, scale: torch.Tensor, budget: ExpansionBudget) -> Dense:
+        """Wrap stored tensors, expanded when the budget allows."""
+        expanded = expand_fp8_blocks(weight, scale, torch.float64) if budget.take(weight.numel()) else None
+        return cls(weight, scale, expanded)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """bf16 [..., I] to bf16 [..., O]."""
+        return linear_fp8(x, self.weight, self.scale, expanded=self.expanded)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A bf16 matrix [O, I] (kept in float64 when the budget allows)."""
+
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, budget: ExpansionBudget) -> Plain:
+        """Wrap a stored matrix, widened when the budget allows."""
+        return cls(weight.to(torch.float64) if budget.take(weight.numel()) else weight)
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """bf16 [..., I] to `out_dtype` [..., O]."""
+        return linear_dense(x, self.weight, out_dtype)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts, stacked MXFP4: payload and scale of w1, w3 [E, I, d] and w2 [E, d, I]."""
+
+    w1: torch.Tensor
+    w1_scale: torch.Tensor
+    w3: torch.Tensor
+    w3_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+    expanded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        w1: tuple[torch.Tensor, torch.Tensor],
+        w3: tuple[torch.Tensor, torch.Tensor],
+        w2: tuple[torch.Tensor, torch.Tensor],
+        budget: ExpansionBudget,
+    ) -> Experts:
+        """Wrap stacked (payload, scale) pairs, expanded when the budget allows."""
+        expanded = None
+        if budget.take(2 * (w1[0].numel() + w3[0].numel() + w2[0].numel())):
+            expanded = (expand_experts(*w1), expand_experts(*w3), expand_experts(*w2))
+        return cls(*w1, *w3, *w2, expanded=expanded)
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, limit: float
+    ) -> torch.Tensor:
+        """fp32 [N, d]: the weighted sum of each token's experts."""
+        return grouped_experts(
+            x, ids, weights, self.w1, self.w1_scale, self.w3, self.w3_scale, self.w2, self.w2_scale, limit,
+            expanded=self.expanded,
+        )  # fmt: skip

@@ -1,0 +1,34 @@
+"""The mixture of experts: router, routed experts, the shared expert (spec §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cedar.kernels.experts import swiglu
+from cedar.kernels.router import route
+from cedar.model.dense import Dense, Experts, Plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """Weights of one layer's feed-forward part."""
+
+    gate: Plain  # [E, d]
+    bias: torch.Tensor  # fp32 [E]
+    bias_image: torch.Tensor  # fp32 [E], for rows inside an image span
+    experts: Experts
+    shared: tuple[Dense, Dense, Dense]  # w1, w3, w2
+    per_token: int
+    routed_scale: float
+    limit: float
+
+    def __call__(self, x: torch.Tensor, image_mask: torch.Tensor | None) -> torch.Tensor:
+        """bf16 [N, d] of normed rows x bf16 [N, d]; `image_mask` bool [N], None when no row is an image's."""
+        bias = self.bias
+        if image_mask is not None:
+            bias = torch.where(image_mask.unsqueeze(1), self.bias_image, self.bias)
+        ids, weights = route(x, self.gate.weight, bias, self.per_token, self.routed_scale)
+        routed = self.experts(x, ids, weights, self.limit)
+        w1, w3, w2 = self.shared
+        return (routed + w2(swiglu(w1(x), w3(x), self.limit))).to(torch.bfloat16)

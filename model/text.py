@@ -1,0 +1,113 @@
+"""The text network: embedding, the stack of layers, the head (spec §3).
+
+Letters: N rows of a step, hc streams, d hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from cedar.kernels.mhc import mhc_collapse
+from cedar.kernels.norm import rms_norm
+from cedar.model.block import Layer, Observe
+from cedar.model.config import ModelConfig
+from cedar.model.dense import Plain
+from cedar.model.engram import EngramHasher
+from cedar.model.errors import InputError
+from cedar.model.sources import Selection
+from cedar.model.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextNetwork:
+    """All text weights. Stateless: memory and sequences come with the step."""
+
+    config: ModelConfig
+    embedding: torch.Tensor  # bf16 [V, d]
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor  # bf16 [d]
+    head: Plain  # [V, d]
+    hasher: EngramHasher | None
+
+    def embed(
+        self, step: Step, features: Mapping[bytes, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams bf16 [N, hc, d], all copies of the embedding, and the first pre fp32 [N, hc].
+
+        Rows inside an image are taken from `features[content_hash]` bf16 [span, d]. Raises InputError when
+        missing.
+        """
+        ids = [token for seq, begin, end in step.spans for token in seq.ids[begin:end]]
+        rows = self.embedding[torch.tensor(ids, dtype=torch.int64, device=step.device)]
+        offset = 0
+        for seq, begin, end in step.spans:
+            for number, image in enumerate(seq.images):
+                low, high = max(image.start, begin), min(image.end, end)
+                if low < high:
+                    span = self._features(features, image.content_hash, image.length, number)
+                    rows[offset + low - begin : offset + high - begin] = span[
+                        low - image.start : high - image.start
+                    ]
+            offset += end - begin
+        streams = rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        pre = torch.zeros(step.rows, self.config.hc_mult, device=step.device)
+        pre[:, 0] = 1.0
+        return streams, pre
+
+    def hash_rows(self, step: Step) -> dict[int, torch.Tensor]:
+        """Engram table rows of every Engram layer for the step's positions, on the host."""
+        return {} if self.hasher is None else self.hasher.rows(step.spans)
+
+    def run(
+        self,
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        step: Step,
+        layers: range,
+        *,
+        produced: int | None = None,
+        observe: Observe | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and pre after `layers`, which must hold the sources of whatever they read a selection of.
+
+        `produced`: a source among them whose entries exist already.
+        """
+        hashed = self.hash_rows(step)
+        selection = Selection()
+        if observe is not None:
+            for layer in layers:
+                if layer in hashed:
+                    observe(f"layer{layer:02d}.engram_hash", hashed[layer])
+        for layer in layers:
+            streams, pre = self.layers[layer].run(
+                streams, pre, step, selection, hashed.get(layer), produce=layer != produced, observe=observe
+            )
+        return streams, pre
+
+    def produce(self, streams: torch.Tensor, pre: torch.Tensor, step: Step, layer: int) -> None:
+        """Only the entries of source `layer`, from what enters it."""
+        hashed = self.hash_rows(step) if self.layers[layer].engram is not None else {}
+        self.layers[layer].produce_entries(streams, pre, step, hashed.get(layer))
+
+    def logits(
+        self, streams: torch.Tensor, pre: torch.Tensor, observe: Observe | None = None
+    ) -> torch.Tensor:
+        """fp32 [N, V] of what the last layer hands on."""
+        normed = rms_norm(mhc_collapse(streams, pre), self.norm, self.config.rms_norm_eps)
+        if observe is not None:
+            observe("final_normed", normed)
+        return self.head(normed, torch.float32)
+
+    def _features(
+        self, features: Mapping[bytes, torch.Tensor] | None, content_hash: bytes, length: int, number: int
+    ) -> torch.Tensor:
+        field = f"features of image {number}"
+        rows = None if features is None else features.get(content_hash)
+        if rows is None:
+            raise InputError(field, "missing", f"given for content hash {content_hash.hex()}")
+        expected = [length, self.config.hidden_size]
+        if list(rows.shape) != expected or rows.dtype != torch.bfloat16:
+            raise InputError(field, f"{rows.dtype} {list(rows.shape)}", f"torch.bfloat16 {expected}")
+        return rows.to(self.embedding.device)

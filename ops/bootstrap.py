@@ -1,0 +1,230 @@
+"""Makes ``.venv`` and installs Cedar into it: ``python3 -I ops/bootstrap.py [--extra test]``.
+
+``make demo`` and ``make test`` run this first. Standard library only, since nothing is
+installed yet. One stamp in the environment says what it holds: a digest of the project file
+and constraints, and one of the list of source files. The strict editable mode links file by
+file, so a file that was added or removed needs a fresh link step (seconds, no downloads).
+
+Which torch: where no GPU is found, ``constraints-cpu.txt`` narrows torch to a range whose CPU
+build pip can find; with a GPU nothing narrows it and pip takes its default, the CUDA build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE_FOLDERS = ("proto", "kernels", "model", "kvstore", "actors", "cluster", "ops", "configs")
+SOURCE_SUFFIXES = (".py", ".pyi", ".proto", ".yaml", ".json")
+STAMP = "cedar-install.json"
+LOG = "install.log"
+LOG_TAIL_LINES = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """What an environment holds. Equal stamps mean that nothing needs to be done."""
+
+    requirements: str
+    files: str
+    torch: str
+    extras: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Stamp | None:
+        """Return the stamp at ``path``, or None when there is none or it cannot be read."""
+        try:
+            record = json.loads(path.read_text())
+            return cls(
+                requirements=record["requirements"],
+                files=record["files"],
+                torch=record["torch"],
+                extras=tuple(record["extras"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write the stamp; the last step of an installation."""
+        path.write_text(json.dumps(self.__dict__, indent=1) + "\n")
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Hex digest over length-prefixed ``parts``."""
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.hexdigest()[:32]
+
+
+def source_files(root: Path) -> list[str]:
+    """Paths of every file that the package holds, relative to ``root``, sorted."""
+    found: list[str] = []
+    for folder in PACKAGE_FOLDERS:
+        for path in (root / folder).rglob("*"):
+            if path.suffix in SOURCE_SUFFIXES or path.name == "py.typed":
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
+
+
+def torch_build(requested: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` asks ``nvidia-smi`` whether this machine has a GPU."""
+    if requested != "auto":
+        return requested
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "cpu"
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return "cuda" if listing.returncode == 0 and "GPU" in listing.stdout else "cpu"
+
+
+def constraint_files(root: Path, build: str) -> list[Path]:
+    """Constraint files that apply to ``build``."""
+    files = [root / "constraints.txt"]
+    if build == "cpu":
+        files.append(root / "constraints-cpu.txt")
+    return [path for path in files if path.exists()]
+
+
+def wanted(root: Path, build: str, extras: tuple[str, ...]) -> Stamp:
+    """Return the stamp that an up-to-date environment would carry."""
+    inputs = [root / "pyproject.toml", *constraint_files(root, build)]
+    return Stamp(
+        requirements=digest(path.read_bytes() for path in inputs),
+        files=digest(name.encode() for name in source_files(root)),
+        torch=build,
+        extras=extras,
+    )
+
+
+def steps_needed(have: Stamp | None, want: Stamp) -> str:
+    """Return ``nothing``, ``links`` (only the file list changed) or ``all``.
+
+    Extras only accumulate: an environment made for the tests also serves the demo.
+    """
+    if have is None or have.requirements != want.requirements or have.torch != want.torch:
+        return "all"
+    if not set(want.extras) <= set(have.extras):
+        return "all"
+    return "nothing" if have.files == want.files else "links"
+
+
+class Progress:
+    """One line that moves on a terminal; a line now and then elsewhere."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._start = time.monotonic()
+        self._printed = self._start
+        self._terminal = sys.stdout.isatty()
+        print(f"{title} ...", flush=True)
+
+    def note(self, text: str) -> None:
+        """Show ``text`` as the current activity."""
+        now = time.monotonic()
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K  {now - self._start:4.0f} s  {text}"[:width], end="", flush=True)
+        elif now - self._printed >= 10:
+            print(f"  {now - self._start:4.0f} s  {text}", flush=True)
+            self._printed = now
+
+    def done(self) -> None:
+        """Close the line with the time taken."""
+        if self._terminal:
+            print("\r\x1b[K", end="")
+        print(f"{self._title}: done in {time.monotonic() - self._start:.0f} s", flush=True)
+
+
+def pip(python: Path, log: Path, arguments: list[str], progress: Progress) -> None:
+    """Run pip with its output in ``log``; on failure print the end of that log and exit."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PIP_NO_INPUT": "1"}
+    lines: list[str] = []
+    with (
+        log.open("a") as sink,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            text=True, env=environment,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            sink.write(line)
+            lines.append(line)
+            words = line.split()
+            if words and words[0] in ("Collecting", "Downloading", "Processing", "Building", "Installing"):
+                progress.note(" ".join(words)[:100])
+    if process.returncode != 0:
+        print("".join(lines[-LOG_TAIL_LINES:]), file=sys.stderr)
+        sys.exit(f"pip failed; everything it said is in {log}")
+
+
+def create_environment(directory: Path) -> Path:
+    """Create a virtual environment unless it is there; return its interpreter."""
+    python = directory / "bin" / "python"
+    if python.exists():
+        return python
+    try:
+        venv.create(directory, with_pip=True, clear=directory.exists())
+    except subprocess.CalledProcessError:
+        sys.exit(f"could not create {directory}: Python's venv and pip are needed (on Debian: python3-venv)")
+    return python
+
+
+def install(root: Path, directory: Path, build: str, extras: tuple[str, ...]) -> None:
+    """Bring ``directory`` up to date with the source tree at ``root``."""
+    stamp_path = directory / STAMP
+    have = Stamp.read(stamp_path) if (directory / "bin" / "python").exists() else None
+    want = wanted(root, build, extras)
+    step = steps_needed(have, want)
+    if step == "nothing":
+        return
+    stamp_path.unlink(missing_ok=True)
+    doing = (
+        "Linking new source files" if step == "links" else f"Installing into {directory.name}, {build} torch"
+    )
+    progress = Progress(doing)
+    progress.note("creating the environment")
+    if have is not None and have.torch != build:
+        shutil.rmtree(directory)  # pip would find the other build of torch good enough
+    python = create_environment(directory)
+    log = directory / LOG
+    log.unlink(missing_ok=True)
+    constraints = [item for path in constraint_files(root, build) for item in ("-c", str(path))]
+    every_extra = tuple(sorted({*extras, *(have.extras if have else ())}))
+    target = f"{root}[{','.join(every_extra)}]" if every_extra else str(root)
+    editable = ["--no-build-isolation", "--config-settings", "editable_mode=strict", "-e"]
+    if step == "links":
+        pip(python, log, ["--no-deps", *editable, str(root)], progress)
+    else:
+        pip(python, log, [*constraints, "setuptools>=77", "wheel"], progress)
+        pip(python, log, [*constraints, *editable, target], progress)
+    Stamp(requirements=want.requirements, files=want.files, torch=build, extras=every_extra).write(stamp_path)
+    progress.done()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module docstring."""
+    parser = argparse.ArgumentParser(prog="ops/bootstrap.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--venv", default=".venv", help="environment to bring up to date (default: .venv)")
+    parser.add_argument("--extra", action="append", default=[], help="optional dependency set, such as test")
+    parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto", help="default: what fits")
+    arguments = parser.parse_args(argv)
+    root = Path(__file__).resolve().parent.parent
+    install(root, root / arguments.venv, torch_build(arguments.torch), tuple(sorted(arguments.extra)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
