@@ -30,12 +30,15 @@ class EncoderConfig(WorkerConfig):
     cache_ttl_s: float = Field(default=600.0, gt=0)
     max_queue: int = Field(default=64, ge=1)
     encode_timeout_s: float = Field(default=60.0, gt=0)
+    max_image_bytes: int = Field(default=20 << 20, gt=0)
+    max_image_pixels: int = Field(default=64_000_000, gt=0)
 
 
 class PagedConfig(WorkerConfig):
     """What Prefill and Decode share: memory for pages and window state, and the store behind it.
 
-    ``page_tokens`` unset: the model's default. ``store``: address of a store node, unset for none.
+    ``page_tokens`` unset: the model's default. ``store``: address of a store node, unset for none;
+    a store that is silent for ``store_timeout_s`` is a miss.
     ``put_queue_bytes`` bounds pages that wait to be stored; what does not fit is dropped and counted.
     ``store_wait_s`` bounds how long a request's last event waits for the store to acknowledge its puts;
     tokens never wait for it.
@@ -45,7 +48,7 @@ class PagedConfig(WorkerConfig):
     pages: int = Field(ge=1)
     slots: int = Field(ge=1)
     store: str | None = None
-    store_timeout_s: float = Field(default=5.0, gt=0)
+    store_timeout_s: float = Field(default=1.0, gt=0)
     put_queue_bytes: int = Field(default=64 << 20, ge=0)
     store_wait_s: float = Field(default=1.0, ge=0)
 

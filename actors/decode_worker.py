@@ -177,7 +177,7 @@ class DecodeWorker(StageWorker):
                 tokens=page_tokens,
                 flags=self.page_flags(request),
             )
-            self.store.writer.put_page(key, value, request.receipt)
+            self.store.writer.put_page(event.page, key, value, request.receipt)
 
     def _on_ended(self, request: DecodeRequest, event: Ended) -> None:
         self.free(request)
@@ -271,6 +271,7 @@ class DecodeWorker(StageWorker):
         status.fingerprint = self.memory.network.fingerprint
         status.page_tokens = self.memory.model.page_tokens
         status.page_bytes = self.memory.pages.page_bytes
+        self.store.describe(status)
         status.counters["steps"] = self.engine.steps
         status.counters["largest_batch"] = self.engine.largest_batch
         status.counters["page_evictions"] = self.pages.evictions

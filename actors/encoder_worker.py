@@ -179,10 +179,13 @@ class EncoderWorker(StageWorker):
     def _tower(self, content_hash: bytes, image: bytes) -> Features:
         """Decode, check and encode one image file. Engine thread only."""
         import torch
+        from cedar.model.images import ImageLimits, prepare_image
 
-        network = self._network
+        network, config = self._network, self.config
         assert network is not None
-        prepared = network.prepare(image)
+        assert network.config.vision is not None
+        limits = ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels)
+        prepared = prepare_image(image, network.config.vision, limits)
         if prepared.content_hash != content_hash:
             got = content_hash.hex()[:16]
             raise InvalidRequest("content_hash", got, f"the image's own, {prepared.content_hash.hex()[:16]}")

@@ -27,7 +27,8 @@ class InvalidRequest(StageError, ValueError):
     code = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field}={value!r}: {limit}")
+        shown = repr(value)
+        super().__init__(f"{field}={shown if len(shown) <= 200 else shown[:197] + '...'}: {limit}")
         self.field = field
         self.value = value
         self.limit = limit

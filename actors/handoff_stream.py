@@ -143,7 +143,9 @@ class HandoffStream:
             raise DeadlinePassed(f"decode did not move for {seconds:g} s", stage=_DECODE) from None
         except grpc.aio.AioRpcError as error:
             raise from_status(error, _DECODE) from None
-        except asyncio.InvalidStateError:  # the call has ended: its status says why
+        except Exception as error:  # what gRPC raises on a call that has ended differs with the moment
+            if not self._call.done():
+                raise Unavailable(f"decode: {error}", stage=_DECODE) from None
             await self._raise_status()
             raise
 

@@ -255,7 +255,7 @@ class PrefillRun:
         self._traffic.pages_sealed += 1
         if self._parts.store.connected:
             value = self._value(lease, prefix, index)
-            self._parts.store.writer.put_page(self._prompt.keys[index], value, self._receipt)
+            self._parts.store.writer.put_page(index, self._prompt.keys[index], value, self._receipt)
 
     def _value(self, lease: Lease, prefix: Prefix, index: int) -> bytes:
         """The stored value of a page of this prompt."""

@@ -97,6 +97,7 @@ class PrefillWorker(StageWorker):
         status.fingerprint = engine.memory.network.fingerprint
         status.page_tokens = engine.memory.model.page_tokens
         status.page_bytes = engine.memory.pages.page_bytes
+        self.parts.store.describe(status)
         status.counters["page_evictions"] = engine.pages.evictions
 
     def _service(self) -> str:

@@ -31,6 +31,7 @@ def model_sampling(wire: common_pb2.SamplingParams, vocabulary: int) -> Sampling
         min_p=wire.min_p,
         seed=wire.seed,
         max_tokens=wire.max_tokens,
+        stop=tuple(wire.stop),
         stop_ids=tuple(wire.stop_ids),
         logprobs=wire.logprobs,
         ignore_eos=wire.ignore_eos,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from cedar.actors.config import PagedConfig
 from cedar.actors.network_memory import NetworkMemory
 from cedar.actors.store_writer import StoreWriter
-from cedar.kvstore.errors import CorruptValue
-from cedar.kvstore.header import open_value
+from cedar.kvstore.client import StoreClient
+from cedar.kvstore.config import ClientConfig
+from cedar.kvstore.header import HEADER_BYTES, read_header
 
 if TYPE_CHECKING:
-    from cedar.kvstore.client import StoreClient
-    from cedar.v1.stages_pb2 import WindowRef
+    from cedar.v1.stages_pb2 import WindowRef, WorkerStatus
 
 
 class StoreLink:
@@ -37,11 +37,14 @@ class StoreLink:
 
     def connect(self, address: str | None) -> None:
         """Use the store at this address from now on; None: no store."""
+        if self._client is not None and self._client.address == address:
+            return
         old, self._client = self._client, None
         if address is not None:
-            from cedar.kvstore.client import StoreClient
-
-            self._client = StoreClient(address, fingerprint=self._memory.network.fingerprint)
+            patience_s = self._config.store_timeout_s
+            config = ClientConfig(stall_timeout_s=patience_s, window_timeout_s=patience_s)
+            fingerprint = self._memory.network.fingerprint
+            self._client = StoreClient(address, fingerprint=fingerprint, config=config)
         self.writer.connect(self._client)
         if old is not None:
             task = asyncio.create_task(old.close())
@@ -49,44 +52,37 @@ class StoreLink:
             task.add_done_callback(self._closing.discard)
 
     async def pages(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview]]:
-        """(index, payload) of leading pages of ``keys``, verified; ends at the first that is missing or bad.
+        """(index, payload) of leading pages of ``keys``; ends at the first that is missing, bad or late.
 
-        The whole read ends after ``store_timeout_s``, however far it has come.
+        The client has verified key, model and checksum; what is left to see is that the page is of this size.
         """
         client = self._client
         if client is None:
             return
-        try:
-            async with asyncio.timeout(self._config.store_timeout_s):
-                async with aclosing(client.get_pages(list(keys))) as values:
-                    async for index, value in values:
-                        payload = open_value(
-                            value,
-                            page_key=keys[index],
-                            fingerprint=self._memory.network.fingerprint,
-                            tokens=self._memory.model.page_tokens,
-                            payload_bytes=self._memory.pages.page_bytes,
-                        )
-                        self._counters["store_pages_read"] += 1
-                        yield index, payload
-        except TimeoutError:
-            self._counters["store_timeouts"] += 1
-        except CorruptValue:
-            self._counters["store_pages_corrupt"] += 1
+        async with aclosing(client.get_pages(keys)) as values:
+            async for index, value in values:
+                header = read_header(value)
+                expected = (self._memory.model.page_tokens, self._memory.pages.page_bytes)
+                if (header.tokens, header.payload_bytes) != expected:
+                    self._counters["store_pages_foreign"] += 1
+                    return
+                self._counters["store_pages_read"] += 1
+                yield index, value[HEADER_BYTES:]
 
     async def window(self, ref: WindowRef) -> bytes | None:
         """The window record of this name, or None when it is gone."""
         client = self._client
         if client is None:
             return None
-        try:
-            async with asyncio.timeout(self._config.store_timeout_s):
-                record = await client.get_window(ref.page_key, ref.tokens, ref.digest)
-        except TimeoutError:
-            self._counters["store_timeouts"] += 1
-            return None
-        self._counters["store_windows_read" if record is not None else "store_windows_missed"] += 1
+        record = await client.get_window(ref.page_key, ref.tokens, ref.digest)
+        self._counters["store_windows_missed" if record is None else "store_windows_read"] += 1
         return record
+
+    def describe(self, status: WorkerStatus) -> None:
+        """Add the client's own counts to a status."""
+        if self._client is not None:
+            for name, value in self._client.counters.items():
+                status.counters[f"store_client_{name}"] = value
 
     async def close(self) -> None:
         """Write what is queued for a moment, then let the store go."""

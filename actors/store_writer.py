@@ -7,43 +7,18 @@ and forgotten. A page that is lost is a later miss.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
+
+from cedar.kvstore.client import StoreClient
+
+_log = logging.getLogger(__name__)
 
 PUT_PAGES: Final = 16
 PUT_BYTES: Final = 4 << 20
 """Limits of one put: what the store commits together."""
-
-
-class PutCounts(Protocol):
-    """The store's answer to a put."""
-
-    @property
-    def stored(self) -> int:
-        """Pages taken."""
-
-    @property
-    def present(self) -> int:
-        """Pages that were held already."""
-
-    @property
-    def conflicts(self) -> int:
-        """Pages held already with other bytes."""
-
-    @property
-    def refused(self) -> int:
-        """Pages not taken."""
-
-
-class Store(Protocol):
-    """The part of the store's client that is used here. Nothing of it raises for a store that is dead."""
-
-    async def put_pages(self, keys: list[bytes], values: list[bytes], *, tenant: bytes = b"") -> PutCounts:
-        """Store sealed values under their keys."""
-
-    async def put_window(self, page_key: bytes, tokens: int, digest: bytes, record: bytes) -> bool:
-        """File a window record; whether it was taken."""
 
 
 @dataclass
@@ -70,6 +45,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class _Page:
+    index: int
     key: bytes
     value: bytes
     receipt: Receipt
@@ -98,19 +74,19 @@ class StoreWriter:
     def __init__(self, budget_bytes: int, counters: Counter[str]) -> None:
         self._budget = budget_bytes
         self._counters = counters
-        self._store: Store | None = None
+        self._store: StoreClient | None = None
         self._queue: deque[_Page | _Window] = deque()
         self._bytes = 0
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def connect(self, store: Store | None) -> None:
+    def connect(self, store: StoreClient | None) -> None:
         """Write to this store from now on; None drops what is offered."""
         self._store = store
 
-    def put_page(self, key: bytes, value: bytes, receipt: Receipt) -> None:
-        """Offer a sealed page."""
-        self._put(_Page(key, value, receipt))
+    def put_page(self, index: int, key: bytes, value: bytes, receipt: Receipt) -> None:
+        """Offer the sealed page that is number ``index`` of its chain."""
+        self._put(_Page(index, key, value, receipt))
 
     def put_window(
         self, page_key: bytes, tokens: int, digest: bytes, record: bytes, receipt: Receipt
@@ -153,45 +129,53 @@ class StoreWriter:
             while not self._queue:
                 self._more.clear()
                 await self._more.wait()
-            batch = self._next()
+            item = self._next()
+            store = self._store
             try:
-                await self._write(batch)
-            except Exception:  # a put never fails a request; the count is what operators watch
+                if store is None:
+                    self._counters["put_dropped_without_store"] += 1
+                elif isinstance(item, _Window):
+                    await self._write_window(store, item)
+                else:
+                    await self._write_pages(store, item)
+            except Exception:
+                _log.exception("a put failed")  # it never fails a request; the count is what is watched
                 self._counters["put_errors"] += 1
-            for item in batch:
-                self._bytes -= item.size
-                item.receipt.pending -= 1
-                if item.receipt.pending == 0:
-                    item.receipt.settled.set()
+            for done in [item] if isinstance(item, _Window) else item:
+                self._bytes -= done.size
+                done.receipt.pending -= 1
+                if done.receipt.pending == 0:
+                    done.receipt.settled.set()
 
-    def _next(self) -> list[_Page | _Window]:
-        """The next items that go in one call: pages of one request up to the limits, or one record."""
-        batch = [self._queue.popleft()]
-        size = batch[0].size
-        while isinstance(batch[0], _Page) and self._queue and len(batch) < PUT_PAGES and size < PUT_BYTES:
+    def _next(self) -> list[_Page] | _Window:
+        """What goes in the next call: consecutive pages of one request up to the limits, or one record."""
+        first = self._queue.popleft()
+        if isinstance(first, _Window):
+            return first
+        batch, size = [first], first.size
+        while self._queue and len(batch) < PUT_PAGES and size < PUT_BYTES:
             follower = self._queue[0]
-            if not isinstance(follower, _Page) or follower.receipt is not batch[0].receipt:
+            if (
+                not isinstance(follower, _Page)
+                or follower.receipt is not first.receipt
+                or follower.index != batch[-1].index + 1
+            ):
                 break
-            batch.append(self._queue.popleft())
+            self._queue.popleft()
+            batch.append(follower)
             size += follower.size
         return batch
 
-    async def _write(self, batch: list[_Page | _Window]) -> None:
-        store, receipt = self._store, batch[0].receipt
-        if store is None:
-            receipt.dropped += len(batch)
-            return
-        if isinstance(batch[0], _Window):
-            one = batch[0]
-            taken = await store.put_window(one.page_key, one.tokens, one.digest, one.record)
-            receipt.window_stored = receipt.window_stored or taken
-            self._counters["put_windows_stored" if taken else "put_windows_refused"] += 1
-            return
-        pages = [item for item in batch if isinstance(item, _Page)]
-        answer = await store.put_pages(
-            [p.key for p in pages], [p.value for p in pages], tenant=receipt.tenant
-        )
-        receipt.stored += answer.stored + answer.present
+    async def _write_window(self, store: StoreClient, item: _Window) -> None:
+        taken = await store.put_window(item.page_key, item.tokens, item.digest, item.record)
+        item.receipt.window_stored = item.receipt.window_stored or taken
+        self._counters["put_windows_stored" if taken else "put_windows_refused"] += 1
+
+    async def _write_pages(self, store: StoreClient, batch: list[_Page]) -> None:
+        first = batch[0]
+        keys, values = [page.key for page in batch], [page.value for page in batch]
+        answer = await store.put_pages(keys, values, first_page=first.index, tenant=first.receipt.tenant)
+        first.receipt.stored += answer.stored + answer.present
         self._counters["put_pages_stored"] += answer.stored
         self._counters["put_pages_present"] += answer.present
         self._counters["put_pages_conflicts"] += answer.conflicts

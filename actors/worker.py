@@ -187,6 +187,8 @@ class StageWorker(ABC):
         return f"{host}:{port}"
 
     async def _stop(self, drain_s: float) -> None:
+        if self._server is None:  # never started, or failed to
+            return
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         await self.drain(drain_s)

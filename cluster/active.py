@@ -29,7 +29,9 @@ class ActiveRequests:
         """
         request_id = asked_id or secrets.token_hex(8)
         if len(request_id) > MAX_ID_CHARACTERS or not request_id.isprintable() or "#" in request_id:
-            raise CallerError("request_id", repr(request_id[:200]), f"printable, without '#', at most {MAX_ID_CHARACTERS}")
+            raise CallerError(
+                "request_id", repr(request_id[:200]), f"printable, without '#', at most {MAX_ID_CHARACTERS}"
+            )
         key = (tenant, request_id)
         if key in self._tasks:
             raise CallerError("request_id", request_id, "an id that is not in use")

@@ -71,7 +71,8 @@ class Announcer:
         view = await self._directory.view()
         stores = view.stage("store")
         address = stores[0].address if stores else None
-        # A directory that has just restarted knows no store yet: keep the old one, a dead store is a miss anyway.
+        # A directory that has just restarted knows no store yet: keep the old one, a dead store is a miss
+        # anyway.
         if address is not None and address != self._store:
             self._store = address
             moved(address)

@@ -32,10 +32,9 @@ class Application:
     def start(self, store_directory: str, deadline_s: float) -> None:
         """Deploy and wait until everyone answers. ``deadline_s``: monotonic clock. Raises ``LaunchError``."""
         import ray
-        from ray import serve
-
         from cedar.cluster.directory_actor import DirectoryActor
         from cedar.cluster.serve_app import deploy_schema
+        from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         for name in ("directory", "store", "encoder", "prefill", "decode", "gateway"):
@@ -69,12 +68,12 @@ class Application:
         return view
 
     def stop(self, timeout_s: float, *, own_serve: bool) -> None:
-        """Drain and remove the application, then the store, then the directory. Never raises for what is gone."""
+        """Drain and remove the application, then the store, then the directory. Never raises for what is
+        gone."""
         import ray
+        from cedar.cluster.serve_app import APPLICATION
         from ray import serve
         from ray.exceptions import RayError
-
-        from cedar.cluster.serve_app import APPLICATION
 
         with contextlib.suppress(RayError, RuntimeError, TimeoutError):
             if self._deployed:
@@ -93,7 +92,6 @@ class Application:
 
     def _start_stores(self, store_directory: str, options: dict[str, Any]) -> None:
         import ray
-
         from cedar.cluster.store_actor import StoreActor
 
         for index in range(self._config.store.nodes):
@@ -112,8 +110,9 @@ class Application:
             if view.epoch:
                 self._progress.report("directory", "done")
             for stage, count in needed.items():
-                state = "done" if have[stage] >= count else "running"
-                self._progress.report(stage, state, f"{have[stage]} of {count}")
+                self._progress.report(
+                    stage, "done" if have[stage] >= count else "running", f"{have[stage]} of {count}"
+                )
             missing = [stage for stage, count in needed.items() if have[stage] < count]
             if not missing:
                 return
@@ -122,7 +121,9 @@ class Application:
                 checked_s = now_s
                 self._raise_if_failed(missing)
             if now_s > deadline_s:
-                raise LaunchError(missing[0], f"not ready in time ({have[missing[0]]} of {needed[missing[0]]})")
+                raise LaunchError(
+                    missing[0], f"not ready in time ({have[missing[0]]} of {needed[missing[0]]})"
+                )
             time.sleep(POLL_S)
 
     def _raise_if_failed(self, missing: list[str]) -> None:
@@ -137,9 +138,8 @@ class Application:
                     ray.get(ready)
                 except RayActorError as error:
                     raise LaunchError("store", _last_line(str(error))) from error
-        from ray import serve
-
         from cedar.cluster.serve_app import APPLICATION
+        from ray import serve
 
         application = serve.status().applications.get(APPLICATION)
         if application is None:
@@ -154,9 +154,8 @@ class Application:
             raise LaunchError("serve", _last_line(application.message))
 
     def _wait_deleted(self, timeout_s: float) -> None:
-        from ray import serve
-
         from cedar.cluster.serve_app import APPLICATION
+        from ray import serve
 
         deadline_s = time.monotonic() + timeout_s
         while APPLICATION in serve.status().applications and time.monotonic() < deadline_s:

@@ -62,7 +62,8 @@ class Decision:
 
 
 def wanted(readings: Sequence[Reading], running: int, waiting: float, limits: Limits) -> int:
-    """Replicas that would bring the signal to its target, within bounds. Silent replicas count as the mean of the others.
+    """Replicas that would bring the signal to its target, within bounds. Silent replicas count as the mean
+    of the others.
 
     ``waiting``: load outside the replicas, in the signal's unit (requests that no replica takes).
     """

@@ -25,7 +25,8 @@ SIGNAL_INTERVAL = {"metrics_interval_s": 1.0, "look_back_period_s": 10.0}
 
 
 def signals(load: Load) -> dict[str, float]:
-    """What a stage replica reports: every signal, so that changing the configured one needs no new worker code."""
+    """What a stage replica reports: every signal, so that changing the configured one needs no new worker
+    code."""
     return {
         "requests": float(load.requests),
         "queued": float(load.queued),

@@ -29,7 +29,8 @@ class Text(Protocol):
 
 
 class ClientStream:
-    """The ``Listener`` of a request: turns its events into messages, in order, at most ``AHEAD`` ahead of its reader."""
+    """The ``Listener`` of a request: turns its events into messages, in order, at most ``AHEAD`` ahead of
+    its reader."""
 
     def __init__(self, request_id: str, text: Text) -> None:
         self._request_id = request_id

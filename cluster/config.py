@@ -39,7 +39,8 @@ class ModelSettings(Settings):
     served_name: str = "cedar"
     """Name that GetModel reports."""
     page_tokens: Count | None = None
-    """Tokens in a page: a constant of the stored format, a multiple of every compression ratio. Unset: the model's own."""
+    """Tokens in a page: a constant of the stored format, a multiple of every compression ratio. Unset: the
+    model's own."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages compute."""
 
@@ -137,7 +138,8 @@ class StoreSettings(Settings):
     nodes: Annotated[int, Field(ge=0, le=1)] = 1
     """Store nodes. 0 runs without a store: every prompt is cold. Placement over several nodes is to come."""
     directory: str | None = None
-    """Folder of the LMDB environment, one subfolder per node. Unset: inside the cluster's temporary folder."""
+    """Folder of the LMDB environment, one subfolder per node. Unset: inside the cluster's temporary
+    folder."""
     host: str = "127.0.0.1"
     """Interface that store nodes listen on; "node" means the node's own address."""
     size_limit_bytes: Bytes = 4 * GIB
@@ -156,7 +158,8 @@ class AuthSettings(Settings):
     """Who may call, and which tenant they are. Tenants never share pages."""
 
     api_keys_file: str | None = None
-    """YAML file, API key to tenant name. Unset: no key is asked for and all callers are the default tenant."""
+    """YAML file, API key to tenant name. Unset: no key is asked for and all callers are the default
+    tenant."""
     default_tenant: str = "default"
     """Tenant of callers when no keys are configured."""
     secret_file: str | None = None
@@ -236,7 +239,8 @@ class RaySettings(Settings):
     address: str | None = None
     """An existing Ray to join ("auto", "host:port"). Unset: an isolated Ray of its own on this machine."""
     cpus: Annotated[int, Field(ge=1)] | None = None
-    """CPUs that a local Ray is told it has. Unset: one for each process of the cluster; real cores are shared."""
+    """CPUs that a local Ray is told it has. Unset: one for each process of the cluster; real cores are
+    shared."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of a local Ray."""
     object_store_bytes: Annotated[int, Field(ge=80 * MIB)] = 80 * MIB

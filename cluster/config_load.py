@@ -164,7 +164,8 @@ def _apply(data: dict[str, object], override: str) -> None:
 
 
 def check_checkpoint(config: ClusterConfig) -> None:
-    """Whether a local checkpoint is there, and is the model that ``model.preset`` names. Raises ``ConfigError``."""
+    """Whether a local checkpoint is there, and is the model that ``model.preset`` names. Raises
+    ``ConfigError``."""
     if "://" in config.model.path:
         return
     file = Path(config.model.path) / "config.json"
@@ -174,7 +175,9 @@ def check_checkpoint(config: ClusterConfig) -> None:
         return
     found = _mapping(json.loads(file.read_text("utf-8")), str(file))
     for path, expected, actual in _differences(load_model_preset(config.model.preset), found):
-        raise ConfigError(f"model.preset: {config.model.preset}, but {file}: {path} is {actual!r}, not {expected!r}")
+        raise ConfigError(
+            f"model.preset: {config.model.preset}, but {file}: {path} is {actual!r}, not {expected!r}"
+        )
 
 
 def _differences(

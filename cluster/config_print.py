@@ -42,7 +42,9 @@ def knobs(model: type[BaseModel] = ClusterConfig, prefix: str = "") -> Iterator[
         if inner is not None:
             yield from knobs(inner, f"{prefix}{name}.")
         else:
-            yield Knob(prefix + name, _type(field), _default(field), field.description or "")
+            yield Knob(
+                prefix + name, _type(field), _default(field), " ".join((field.description or "").split())
+            )
 
 
 def knobs_markdown() -> str:
@@ -69,7 +71,12 @@ def _type_text(annotation: object) -> str:
 
 def _bounds(metadata: Sequence[object]) -> list[str]:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    return [f"{sign} {getattr(limit, name)}" for limit in metadata for name, sign in signs.items() if hasattr(limit, name)]
+    return [
+        f"{sign} {getattr(limit, name)}"
+        for limit in metadata
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    ]
 
 
 def _default(field: FieldInfo) -> str:

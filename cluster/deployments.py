@@ -16,6 +16,7 @@ from cedar.cluster.autoscale_serve import WAITING, signals
 from cedar.cluster.config import ClusterConfig, StageName, StageSettings
 from cedar.cluster.directory import Load, Worker
 from cedar.cluster.directory_client import RayDirectory
+from cedar.cluster.serve_port import keep_on_loopback
 
 
 def listen_host(host: str) -> str:
@@ -33,6 +34,7 @@ class StageReplica:
     name: StageName
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        keep_on_loopback()
         self._settings: StageSettings = config.stage(self.name)
         self._worker = self._make(config, listen_host(self._settings.host))
         self._address = await self._worker.start()
@@ -107,14 +109,18 @@ class DecodeReplica(StageReplica):
 
 
 class GatewayReplica:
-    """The public endpoint. ``stages``: handles that make the stages part of this application; never called."""
+    """The public endpoint. ``stages``: handles that make the stages part of this application; never
+    called."""
 
     async def __init__(self, config: ClusterConfig, secret_directory: str | None, *stages: object) -> None:  # type: ignore[misc]
         from cedar.cluster.gateway import Gateway
         from cedar.cluster.tenants import Tenants, load_keys, load_secret
 
+        keep_on_loopback()
         auth = config.gateway.auth
-        tenants = Tenants(load_secret(auth, secret_directory), default=auth.default_tenant, keys=load_keys(auth))
+        tenants = Tenants(
+            load_secret(auth, secret_directory), default=auth.default_tenant, keys=load_keys(auth)
+        )
         directory = RayDirectory(config.ray.namespace)
         self._drain_s = config.decode.drain_s
         self._gateway = Gateway(config, directory, tenants)

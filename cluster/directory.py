@@ -40,7 +40,8 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One announcement. ``stage``: encoder, prefill, decode, store or gateway. ``incarnation``: of the process.
+    """One announcement. ``stage``: encoder, prefill, decode, store or gateway. ``incarnation``: of the
+    process.
 
     ``sequence`` grows with every announcement of an incarnation, so that a late one changes nothing.
     """
@@ -81,12 +82,13 @@ class View:
 class DirectoryState:
     """Workers by address. One owner; times are the caller's, in seconds, monotonic.
 
-    ``expire_after_s``: silence after which a worker is gone. ``epoch``: tells one directory process from the next.
+    ``expire_after_s``: silence after which a worker is gone. ``epoch``: tells one directory process from
+    the next.
     """
 
     def __init__(self, expire_after_s: float, epoch: int = 0) -> None:
         self._expire_after_s = expire_after_s
-        self._epoch = epoch
+        self.epoch = epoch
         self._workers: dict[str, Worker] = {}
         self._seen_s: dict[str, float] = {}
         self._suspected: dict[str, int] = {}
@@ -148,7 +150,7 @@ class DirectoryState:
     def view(self) -> View:
         """The present state."""
         workers = sorted(self._workers.values(), key=lambda w: (w.stage, w.address))
-        return View(self._version, self._epoch, tuple(workers), frozenset(self._suspected.items()))
+        return View(self._version, self.epoch, tuple(workers), frozenset(self._suspected.items()))
 
     def _forget(self, address: str, now_s: float) -> None:
         worker = self._workers.pop(address)
@@ -162,7 +164,8 @@ def merge_views(last: View, fresh: View, kept_s: float, keep_for_s: float) -> Vi
     """The view a client goes on with after the directory restarted.
 
     A fresh directory (another ``epoch``) starts empty; until its workers have had ``keep_for_s`` to announce
-    themselves, workers of the last view are kept beside the new ones. ``kept_s``: time since the epoch changed.
+    themselves, workers of the last view are kept beside the new ones. ``kept_s``: time since the epoch
+    changed.
     """
     if kept_s >= keep_for_s:
         return fresh

@@ -1,6 +1,7 @@
 """The directory as a Ray actor: the pure state, a clock, and nothing else.
 
-Ray restarts it when its process dies; it comes back empty, with another epoch, and fills up within a heartbeat.
+Ray restarts it when its process dies; it comes back empty, with another epoch, and fills up within a
+heartbeat.
 """
 
 from __future__ import annotations

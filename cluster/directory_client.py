@@ -31,8 +31,13 @@ class LocalDirectory:
     """A directory in this process, for tests and single-process use."""
 
     def __init__(self, expire_after_s: float = 3.0) -> None:
-        self.state = DirectoryState(expire_after_s)
+        self._expire_after_s = expire_after_s
+        self.state = DirectoryState(expire_after_s, epoch=1)
         self.reachable = True
+
+    def restart(self) -> None:
+        """Forget everything, as a directory does whose process was replaced."""
+        self.state = DirectoryState(self._expire_after_s, epoch=self.state.epoch + 1)
 
     async def announce(self, worker: Worker) -> int:
         """See ``Directory``."""

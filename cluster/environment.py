@@ -28,7 +28,8 @@ def local_ray_environment(config: ClusterConfig) -> dict[str, str]:
     """For a Ray of our own: loopback only, no telemetry, no dashboards, nobody else's cluster."""
     return {
         **worker_environment(config),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "one machine": all its servers bind loopback
+        # Ray's switch for "this machine only": all its servers bind loopback.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_SERVE_ENABLE_TASK_EVENTS": "0",

@@ -58,7 +58,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._task = None
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
         self._channels.clear()
 
     def channel(self, worker: Worker) -> grpc.aio.Channel:
@@ -171,5 +171,5 @@ class Fleet:
     async def _forget_gone(self) -> None:
         known = {w.address for w in self.view.workers}
         for address in [a for a in self._channels if a not in known and not self.in_flight[a]]:
-            await self._channels.pop(address).close()
+            await self._channels.pop(address).close(None)
         self._picked = {a: turn for a, turn in self._picked.items() if a in known}

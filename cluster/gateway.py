@@ -8,7 +8,6 @@ import secrets
 from typing import Any
 
 import grpc
-
 from cedar.actors.prompts import PromptTools
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.directory import Load, Worker
@@ -41,11 +40,20 @@ class Gateway:
     async def start(self) -> str:
         """Listen. Returns "host:port"; raises ``PortInUse``."""
         settings = self._config.gateway
-        tools = await asyncio.to_thread(PromptTools.load, self._config.model.path, self._config.model.page_tokens)
+        tools = await asyncio.to_thread(
+            PromptTools.load,
+            self._config.model.path,
+            self._config.model.page_tokens,
+            max_images=settings.max_images,
+            max_image_bytes=settings.max_image_bytes,
+            max_image_pixels=settings.max_image_pixels,
+        )
         self.store = StoreLookup(self.fleet, tools.fingerprint, self._config.deadlines.store_s)
         self.service = GenerationService(self._config, tools, self._tenants, self.fleet, self.store)
         server = grpc.aio.server(options=server_options(settings.max_request_bytes))
-        server.add_generic_rpc_handlers((service_handler(GENERATION, self.service), service_handler(WORKER, self)))
+        server.add_generic_rpc_handlers(
+            (service_handler(GENERATION, self.service), service_handler(WORKER, self))
+        )
         self._health = add_health(server, [GENERATION, WORKER])
         try:
             port = server.add_insecure_port(f"{settings.host}:{settings.port}")
@@ -87,7 +95,9 @@ class Gateway:
             load=self.load,
         )
 
-    async def GetStatus(self, request: stages_pb2.WorkerStatusRequest, context: Any) -> stages_pb2.WorkerStatus:
+    async def GetStatus(
+        self, request: stages_pb2.WorkerStatusRequest, context: Any
+    ) -> stages_pb2.WorkerStatus:
         """See stages.proto."""
         service = self.service
         counters = {name: float(value) for name, value in service.counters.items()}

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from grpc import StatusCode
-
 from cedar.actors.prompts import Prompt, PromptTools
 from cedar.cluster.active import ActiveRequests
 from cedar.cluster.admission import Admission
@@ -31,6 +29,7 @@ from cedar.cluster.usage import Account
 from cedar.kvstore.keys import root_key
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
+from grpc import StatusCode
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +150,18 @@ class GenerationService:
     def _prepare(self, request: pb.GenerateRequest) -> Prompt:
         """On a thread of its own: tokenizing and decoding images take milliseconds to seconds."""
         check_images(request, self._limits)
-        return self._tools.prepare(request)
+        try:
+            return self._tools.prepare(request)
+        except ValueError as error:
+            raise RequestFailed(StatusCode.INVALID_ARGUMENT, str(error)) from error
 
     def _job(
-        self, request_id: str, prompt: Prompt, tenant: Tenant, sampling: common.SamplingParams, deadline_s: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        tenant: Tenant,
+        sampling: common.SamplingParams,
+        deadline_s: float,
     ) -> Job:
         tools = self._tools
         if tenant.domain not in self._roots:
@@ -184,7 +191,9 @@ class GenerationService:
         limit_s = self._config.deadlines.request_s
         return limit_s if asked_s is None else min(limit_s, asked_s)
 
-    async def _refuse(self, context: Any, status: StatusCode, detail: str, retry_after_ms: int = 0) -> NoReturn:
+    async def _refuse(
+        self, context: Any, status: StatusCode, detail: str, retry_after_ms: int = 0
+    ) -> NoReturn:
         self.counters[status.name.lower()] += 1
         metadata = (("retry-after-ms", str(retry_after_ms)),) if retry_after_ms else ()
         await context.abort(status, detail, metadata)

@@ -12,14 +12,16 @@ from cedar.v1 import stages_pb2 as stages
 
 @dataclass(frozen=True)
 class Hit:
-    """``pages``: leading pages in the store; ``window``: the record that continues the prompt exactly, if any."""
+    """``pages``: leading pages in the store; ``window``: the record that continues the prompt exactly, if
+    any."""
 
     pages: int = 0
     window: stages.WindowRef | None = None
 
 
 def first_computed(hit: Hit, page_tokens: int, window_tokens: int) -> int:
-    """The first position that Prefill runs through the network: exactly n with window state, else the replay's start."""
+    """The first position that Prefill runs through the network: exactly n with window state, else the
+    replay's start."""
     if hit.window is not None:
         return hit.window.tokens
     return max(0, hit.pages * page_tokens - window_tokens)
@@ -31,7 +33,8 @@ def images_needed(images: Iterable[common.ImageSpan], start: int) -> list[common
 
 
 def resumed_hit(hit: Hit, state_restored: bool) -> Hit:
-    """The hit to name when a stream is given to another Decode worker: as the first attempt went, not as it was planned."""
+    """The hit to name when a stream is given to another Decode worker: as the first attempt went, not as it
+    was planned."""
     return hit if state_restored else Hit(hit.pages)
 
 

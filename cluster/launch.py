@@ -24,7 +24,7 @@ from cedar.cluster.application import Application
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.config_load import check_checkpoint
 from cedar.cluster.config_print import effective_yaml
-from cedar.cluster.errors import LaunchError, PortInUse
+from cedar.cluster.errors import ClusterNotFound, LaunchError, PortInUse
 from cedar.cluster.progress import OnProgress, Progress
 from cedar.cluster.ray_runtime import RaySession
 from cedar.cluster.state_file import ClusterState, WorkerEntry
@@ -67,12 +67,17 @@ class RunningCluster:
         if self._application is None or self._stopped:
             return
         workers = tuple(
-            WorkerEntry(w.stage, w.address, w.pid, w.incarnation, w.node) for w in self._application.view().workers
+            WorkerEntry(w.stage, w.address, w.pid, w.incarnation, w.node)
+            for w in self._application.view().workers
         )
         if workers and workers != self.state.workers:
             gateways = [w.address for w in workers if w.stage == "gateway"]
             self.state = ClusterState(
-                **{**self.state.__dict__, "workers": workers, "address": (gateways or [self.state.address])[0]}
+                **{
+                    **self.state.__dict__,
+                    "workers": workers,
+                    "address": (gateways or [self.state.address])[0],
+                }
             )
             state_file.write(self.state)
 
@@ -138,10 +143,12 @@ def start(
     Raises ``LaunchError`` (``PortInUse`` for the gateway's port), with everything cleaned up.
     """
     state_file.state_path(name)
-    with contextlib.suppress(state_file.ClusterNotFound):
+    with contextlib.suppress(ClusterNotFound):
         running = state_file.read(name)
         if running.owner_alive:
-            raise LaunchError("ray", f"cluster {name!r} runs already (process {running.pid}); stop it or choose a name")
+            raise LaunchError(
+                "ray", f"cluster {name!r} runs already (process {running.pid}); stop it or choose a name"
+            )
         remote.stop(running)
     cluster = RunningCluster(config, name)
     try:
@@ -160,7 +167,8 @@ def serve_forever(
     on_progress: OnProgress | None = None,
     on_ready: Callable[[RunningCluster], None] | None = None,
 ) -> int:
-    """Run a cluster in the foreground until SIGINT or SIGTERM. Call it on the main thread. Returns the exit code."""
+    """Run a cluster in the foreground until SIGINT or SIGTERM. Call it on the main thread. Returns the exit
+    code."""
     asked = threading.Event()
 
     def ask(number: int, frame: Any) -> None:

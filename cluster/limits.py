@@ -61,7 +61,9 @@ def check_images(request: generation.GenerateRequest, limits: Limits) -> None:
             raise CallerError(field, f"{len(image)} bytes", f"at most {limits.image_bytes} bytes")
 
 
-def admitted_sampling(prompt_tokens: int, asked: common.SamplingParams, limits: Limits) -> common.SamplingParams:
+def admitted_sampling(
+    prompt_tokens: int, asked: common.SamplingParams, limits: Limits
+) -> common.SamplingParams:
     """The sampling parameters with ``max_tokens`` set: as asked, or the default, within the context.
 
     Raises ``CallerError`` for a prompt or an answer that is too long.
@@ -85,7 +87,9 @@ def admitted_sampling(prompt_tokens: int, asked: common.SamplingParams, limits: 
 def _check_memory(prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
     prompt_pages = pages_needed(prompt_tokens, 0, limits.page_tokens)
     if prompt_pages > limits.prefill_pages:
-        raise CallerError("prompt", f"{prompt_tokens} tokens", f"prefill.pages: {limits.prefill_pages} hold fewer")
+        raise CallerError(
+            "prompt", f"{prompt_tokens} tokens", f"prefill.pages: {limits.prefill_pages} hold fewer"
+        )
     pages = pages_needed(prompt_tokens, max_tokens, limits.page_tokens)
     if pages > limits.decode_pages:
         raise CallerError(

@@ -37,7 +37,9 @@ class RaySession:
 
     def start(self) -> None:
         """Start or join. Raises ``LaunchError``."""
-        os.environ.update(local_ray_environment(self._config) if self.local else worker_environment(self._config))
+        os.environ.update(
+            local_ray_environment(self._config) if self.local else worker_environment(self._config)
+        )
         os.environ.pop("RAY_ADDRESS", None)
         import ray
 
@@ -100,7 +102,8 @@ class RaySession:
 
 
 def local_cpus(config: ClusterConfig) -> int:
-    """CPUs that a local Ray is told of: Ray starts that many workers ahead, so one for each process that comes."""
+    """CPUs that a local Ray is told of: Ray starts that many workers ahead, so one for each process that
+    comes."""
     stages = config.encoder.autoscaling.min + config.prefill.autoscaling.min + config.decode.autoscaling.min
     reserved = sum(
         stage.cpus * stage.autoscaling.max for stage in (config.encoder, config.prefill, config.decode)

@@ -29,7 +29,8 @@ class RequestFailed(Exception):
 
 
 class Recovery:
-    """Belongs to one request. ``waiting``: requests that no worker of a stage takes, shared with the gateway's load report.
+    """Belongs to one request. ``waiting``: requests that no worker of a stage takes, shared with the
+    gateway's load report.
 
     ``deadline_s`` on the loop's clock; ``worker_s``: how long to wait for a worker to appear.
     """
@@ -68,7 +69,8 @@ class Recovery:
         return left_s
 
     def failed(self, error: StageFailure, *, streamed: bool) -> None:
-        """Take a failure in, so that the next attempt may begin. Raises ``RequestFailed`` when there is none to make."""
+        """Take a failure in, so that the next attempt may begin. Raises ``RequestFailed`` when there is
+        none to make."""
         failure = error.failure
         decision = plan(
             failure,
@@ -114,7 +116,8 @@ class Recovery:
 
 
 def _client_detail(error: StageFailure) -> str:
-    """What a client may read: the caller's fault in full, otherwise the stage and its words, without addresses."""
+    """What a client may read: the caller's fault in full, otherwise the stage and its words, without
+    addresses."""
     failure = error.failure
     if failure.code is StatusCode.INVALID_ARGUMENT:
         return failure.detail

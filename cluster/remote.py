@@ -6,11 +6,11 @@ import contextlib
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
-
 from cedar.cluster import state_file
 from cedar.cluster.errors import LaunchError
 from cedar.cluster.processes import ProcessId, descendants, end, using_directory, wait_gone
@@ -20,6 +20,7 @@ from cedar.kvstore.rpc import ServiceStub, channel_options
 from cedar.v1 import generation_pb2 as generation
 from cedar.v1 import stages_pb2 as stages
 from cedar.v1 import store_pb2 as store
+from google.protobuf.descriptor import ServiceDescriptor
 
 STORE = store.DESCRIPTOR.services_by_name["Store"]
 GENERATION = generation.DESCRIPTOR.services_by_name["Generation"]
@@ -88,9 +89,9 @@ def _processes(state: ClusterState) -> set[ProcessId]:
 
 
 @contextlib.contextmanager
-def _stub(address: str, service: object):  # type: ignore[no-untyped-def]
+def _stub(address: str, service: ServiceDescriptor) -> Iterator[ServiceStub]:
     with grpc.insecure_channel(address, options=channel_options()) as channel:
-        yield ServiceStub(channel, service)  # type: ignore[arg-type]
+        yield ServiceStub(channel, service)
 
 
 def _report(entry: WorkerEntry, timeout_s: float) -> WorkerReport:
@@ -102,5 +103,5 @@ def _report(entry: WorkerEntry, timeout_s: float) -> WorkerReport:
         with _stub(entry.address, WORKER) as stub:
             return WorkerReport(entry, status=stub.GetStatus(stages.WorkerStatusRequest(), timeout=timeout_s))
     except grpc.RpcError as error:
-        code = error.code() if isinstance(error, grpc.Call) else None
-        return WorkerReport(entry, error=f"{code.name.lower() if code else error}")
+        code = getattr(error, "code", None)
+        return WorkerReport(entry, error=code().name.lower() if callable(code) else str(error))

@@ -16,12 +16,14 @@ from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
+from cedar.cluster.cleanup import to_the_end
 from cedar.cluster.config import DeadlineSettings
 from cedar.cluster.directory import Worker
 from cedar.cluster.errors import NoWorker
 from cedar.cluster.fleet import Fleet
 from cedar.cluster.hits import Hit, first_computed, images_needed, pack_ids, pages_needed, resumed_hit
-from cedar.cluster.recovery import Recovery
+from cedar.cluster.recovery import Recovery, RequestFailed
 from cedar.cluster.stage_calls import PrefillCall, StageFailure, broken, cancel_decode, decode_stream, encode
 from cedar.cluster.usage import Account
 from cedar.kvstore.keys import chain_keys
@@ -122,9 +124,8 @@ class RequestLife:
             stack.enter_context(self._fleet.working(decode))
             at_prefill = stack.enter_context(ExitStack())
             at_prefill.enter_context(self._fleet.working(prefill))
-            stack.push_async_callback(cancel_decode, to_decode, request.request_id)
             call = PrefillCall(self._fleet.channel(prefill), prefill, request, self._patience_s())
-            stack.push_async_callback(call.cancel)
+            stack.push_async_callback(to_the_end, _free(call, to_decode, request.request_id))
             await self._note_admitted(await call.admitted(), listener)
             end = await self._stream(call, decode, request.request_id, listener, at_prefill)
             self._fleet.held(prefill, keys)
@@ -216,7 +217,7 @@ class RequestLife:
                     async for response in responses:
                         at_prefill.close()
                         if response.HasField("end"):
-                            return await self._ended(response.end, call, decode)
+                            return _checked_end(response.end, decode)
                         self._account.first_token(asyncio.get_running_loop().time())
                         self.generated.append(response.token.id)
                         if not await listener.token(response.token):
@@ -231,14 +232,6 @@ class RequestLife:
                 reopened = len(self.generated) == before
                 await asyncio.sleep(0.05)
 
-    async def _ended(self, end: pb.StreamEnd, call: PrefillCall, decode: Worker) -> pb.StreamEnd:
-        if end.reason == common.FINISH_REASON_CANCELLED:
-            raise broken("decode", decode, end.detail or "cancelled by the worker")
-        if end.reason in (common.FINISH_REASON_FAILED, common.FINISH_REASON_UNSPECIFIED):
-            cause = await call.failure(within_s=0.5)
-            raise cause or broken("decode", decode, end.detail or "failed", StatusCode.INTERNAL)
-        return end
-
     async def _settle(self, call: PrefillCall, end: pb.StreamEnd | None) -> None:
         """Add the stages' accounts. A late or broken one costs numbers, never the request."""
         if end is not None:
@@ -251,3 +244,18 @@ class RequestLife:
 
     def _patience_s(self) -> float:
         return min(self._deadlines.prefill_s, self._recovery.remaining_s())
+
+
+def _checked_end(end: pb.StreamEnd, decode: Worker) -> pb.StreamEnd:
+    """FAILED is final; what a worker cancelled by itself (it drains, or lost the stream) goes on elsewhere."""
+    if end.reason == common.FINISH_REASON_CANCELLED:
+        raise broken("decode", decode, end.detail or "cancelled by the worker")
+    if end.reason in (common.FINISH_REASON_FAILED, common.FINISH_REASON_UNSPECIFIED):
+        raise RequestFailed(StatusCode.INTERNAL, f"decode: {end.detail or 'failed'}")
+    return end
+
+
+async def _free(call: PrefillCall, to_decode: grpc.aio.Channel, request_id: str) -> None:
+    """Nothing of this attempt is held anywhere when this returns."""
+    await call.cancel()
+    await cancel_decode(to_decode, request_id)

@@ -24,7 +24,8 @@ CALLER = frozenset({StatusCode.INVALID_ARGUMENT, StatusCode.UNAUTHENTICATED, Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A stage call that failed. ``called``: the stage that was called; ``blamed``: the one that caused it, if it said."""
+    """A stage call that failed. ``called``: the stage that was called; ``blamed``: the one that caused it,
+    if it said."""
 
     called: Stage
     code: StatusCode
@@ -40,7 +41,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do. ``exclude``: the stage whose worker is not asked again; ``suspect``: tell the directory too."""
+    """What to do. ``exclude``: the stage whose worker is not asked again; ``suspect``: tell the directory
+    too."""
 
     action: Action
     exclude: Stage | None = None
@@ -50,7 +52,8 @@ class Plan:
 
 
 def plan(failure: Failure, *, attempts: int, max_attempts: int, streamed: bool, remaining_s: float) -> Plan:
-    """``attempts``: made so far; ``streamed``: tokens have reached the client; ``remaining_s``: to the deadline."""
+    """``attempts``: made so far; ``streamed``: tokens have reached the client; ``remaining_s``: to the
+    deadline."""
     code = failure.code
     if code in CALLER:
         return Plan(action="fail", status=code)
@@ -67,7 +70,8 @@ def plan(failure: Failure, *, attempts: int, max_attempts: int, streamed: bool, 
     if code is StatusCode.NOT_FOUND and failure.cause == "encoder":
         return Plan(action="encode")
     gone = code in (StatusCode.UNAVAILABLE, StatusCode.FAILED_PRECONDITION)
-    # A stage that reports its peer as unreachable may itself be the one cut off: only the caller's own view suspects.
+    # A stage that reports its peer as unreachable may itself be the one cut off: only the caller's own view
+    # suspects.
     suspect = gone and failure.blamed in (None, failure.called)
     action: Action = "resume" if failure.called == "decode" and streamed else "elsewhere"
     return Plan(action=action, exclude=failure.cause, suspect=suspect)

@@ -25,7 +25,8 @@ class RoutingPolicy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker as routing sees it. ``pages``: leading pages of this prompt it held last. ``picked``: turn number of its last pick."""
+    """A worker as routing sees it. ``pages``: leading pages of this prompt it held last. ``picked``: turn
+    number of its last pick."""
 
     worker: Worker
     pages: int

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray import serve
-from ray.serve import Application
-from ray.serve.schema import ServeDeploySchema
-
 from cedar.cluster.autoscale_serve import (
     DEPLOYMENTS,
     GATEWAY,
@@ -23,6 +19,9 @@ from cedar.cluster.autoscale_serve import (
 )
 from cedar.cluster.config import ClusterConfig, StageName
 from cedar.cluster.environment import worker_environment
+from ray import serve
+from ray.serve import Application
+from ray.serve.schema import ServeDeploySchema
 
 APPLICATION = "cedar"
 BUILDER = "cedar.cluster.serve_app:build"
@@ -31,7 +30,9 @@ HEALTH_TIMEOUT_S = 20.0
 STAGES: tuple[StageName, ...] = ("encoder", "prefill", "decode")
 
 
-def deploy_schema(config: ClusterConfig, arguments: dict[str, Any], builder: str = BUILDER) -> ServeDeploySchema:
+def deploy_schema(
+    config: ClusterConfig, arguments: dict[str, Any], builder: str = BUILDER
+) -> ServeDeploySchema:
     """What is handed to Serve's controller. ``arguments``: of the builder, JSON values."""
     application: dict[str, Any] = {
         "name": APPLICATION,
@@ -47,11 +48,16 @@ def deploy_schema(config: ClusterConfig, arguments: dict[str, Any], builder: str
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Serve's builder. The gateway is the root; it is bound to the stages only so that they belong to one application."""
+    """Serve's builder. The gateway is the root; it is bound to the stages only so that they belong to one
+    application."""
     from cedar.cluster.deployments import DecodeReplica, EncoderReplica, GatewayReplica, PrefillReplica
 
     config = ClusterConfig.model_validate(arguments["config"])
-    classes: dict[StageName, type] = {"encoder": EncoderReplica, "prefill": PrefillReplica, "decode": DecodeReplica}
+    classes: dict[StageName, type] = {
+        "encoder": EncoderReplica,
+        "prefill": PrefillReplica,
+        "decode": DecodeReplica,
+    }
     stages = [
         serve.deployment(classes[name], name=DEPLOYMENTS[name], **stage_options(config, name)).bind(config)
         for name in STAGES
@@ -72,7 +78,8 @@ def stage_options(config: ClusterConfig, name: StageName) -> dict[str, Any]:
 
 
 def gateway_options(config: ClusterConfig) -> dict[str, Any]:
-    """Deployment options of the gateway: of fixed size, but with autoscaling on, so that Serve collects its signals."""
+    """Deployment options of the gateway: of fixed size, but with autoscaling on, so that Serve collects its
+    signals."""
     return {
         "autoscaling_config": {"min_replicas": 1, "max_replicas": 1, **SIGNAL_INTERVAL},
         "ray_actor_options": _actor_options(config, config.gateway.cpus, 0, config.gateway.threads),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import grpc
@@ -22,6 +22,7 @@ DECODE = pb.DESCRIPTOR.services_by_name["Decode"]
 WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
 STAGES = ("encoder", "prefill", "decode")
 CANCEL_TIMEOUT_S = 2.0
+END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
 class StageFailure(Exception):
@@ -34,8 +35,10 @@ class StageFailure(Exception):
 
 
 def read_failure(called: Stage, error: grpc.aio.AioRpcError) -> Failure:
-    """What a status says: its code, who is to blame (``cedar-stage``), when to come back (``retry-after-ms``)."""
-    metadata = {key: value for key, value in error.trailing_metadata() or ()}
+    """What a status says: its code, who is to blame (``cedar-stage``), when to come back
+    (``retry-after-ms``)."""
+    entries: Any = error.trailing_metadata() or ()
+    metadata = {str(key): value for key, value in entries}
     blamed = metadata.get("cedar-stage")
     delay = metadata.get("retry-after-ms")
     return Failure(
@@ -67,7 +70,8 @@ async def encode(
 
 
 class PrefillCall:
-    """One running Prefill. ``admitted()`` and ``done()`` may be awaited in any order, or not at all; ``cancel()`` frees it."""
+    """One running Prefill. ``admitted()`` and ``done()`` may be awaited in any order, or not at all;
+    ``cancel()`` frees it."""
 
     def __init__(
         self, channel: grpc.aio.Channel, worker: Worker, request: pb.PrefillRequest, timeout_s: float
@@ -79,7 +83,8 @@ class PrefillCall:
 
     async def admitted(self) -> pb.PrefillAdmitted:
         """The prompt has room and its sources are final. Raises ``StageFailure``."""
-        await asyncio.wait({self._admitted, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [self._admitted, self._reader]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if self._admitted.done():
             return self._admitted.result()
         await self.done()
@@ -124,8 +129,9 @@ async def decode_stream(
     from_index: int,
     first_s: float,
     silence_s: float,
-) -> AsyncIterator[pb.StreamResponse]:
-    """Tokens from ``from_index`` on, then one end. ``first_s``: patience for the first answer, ``silence_s`` for
+) -> AsyncGenerator[pb.StreamResponse, None]:
+    """Tokens from ``from_index`` on, then one end. ``first_s``: patience for the first answer,
+    ``silence_s`` for
     the others. Raises ``StageFailure`` when the stream breaks; the call is closed on every way out."""
     call: Any = ServiceStub(channel, DECODE).Stream(
         pb.StreamRequest(request_id=request_id, from_index=from_index)
@@ -138,7 +144,7 @@ async def decode_stream(
                     response = await call.read()
             except TimeoutError:
                 raise broken("decode", worker, f"silent for {patience_s:g} s") from None
-            if response is grpc.aio.EOF:
+            if response is END_OF_STREAM:
                 raise broken("decode", worker, "the stream ended without its last message")
             yield response
             if response.HasField("end"):
@@ -151,7 +157,8 @@ async def decode_stream(
 
 
 async def cancel_decode(channel: grpc.aio.Channel, request_id: str) -> None:
-    """Free what the Decode worker holds for a request. A worker that cannot be reached frees it by its lease."""
+    """Free what the Decode worker holds for a request. A worker that cannot be reached frees it by its
+    lease."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await ServiceStub(channel, DECODE).Cancel(
             pb.DecodeCancelRequest(request_id=request_id), timeout=CANCEL_TIMEOUT_S

@@ -28,7 +28,8 @@ class WorkerEntry:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What is known of a running cluster. ``pid``: of the process that owns it; ``pid_started``: its start time in
+    """What is known of a running cluster. ``pid``: of the process that owns it; ``pid_started``: its start
+    time in
     clock ticks since boot, so that a reused pid is not taken for it."""
 
     name: str

@@ -21,7 +21,8 @@ from cedar.kvstore.node import StoreNode
 
 
 class StoreActor:
-    """``directory``: the folder of this node's pages. Runs its node on an event loop of its own thread, so that
+    """``directory``: the folder of this node's pages. Runs its node on an event loop of its own thread, so
+    that
     the constructor, which Ray calls again after a restart, is all that is needed."""
 
     def __init__(self, config: ClusterConfig, directory: str) -> None:
@@ -59,4 +60,6 @@ class StoreActor:
         await self._node.stop()
 
     def _describe(self) -> Worker:
-        return Worker(stage="store", address=self._node.address, incarnation=self._incarnation, pid=os.getpid())
+        return Worker(
+            stage="store", address=self._node.address, incarnation=self._incarnation, pid=os.getpid()
+        )

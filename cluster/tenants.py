@@ -1,6 +1,7 @@
 """From an API key to a tenant, and from a tenant to its domain in the page store.
 
-The domain (``kvstore.keys.tenant_domain``) is an HMAC of the name under the server's secret: it salts the root of every key chain, so
+The domain (``kvstore.keys.tenant_domain``) is an HMAC of the name under the server's secret: it salts the
+root of every key chain, so
 tenants never share a page and cannot guess each other's keys. It never comes from the client.
 """
 
@@ -43,7 +44,8 @@ class Tenants:
         self._open = keys is None
 
     def of(self, metadata: Iterable[tuple[str, str | bytes]]) -> Tenant:
-        """The caller's tenant. ``metadata``: of the call; ``authorization: Bearer KEY`` or ``x-api-key: KEY``."""
+        """The caller's tenant. ``metadata``: of the call; ``authorization: Bearer KEY`` or ``x-api-key:
+        KEY``."""
         if self._open:
             return self._default
         for name, value in metadata:

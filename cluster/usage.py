@@ -55,7 +55,8 @@ class Account:
 
 
 def add_traffic(total: common.Traffic, part: common.Traffic) -> None:
-    """Add ``part`` to ``total``, field by field. ``pages_hit`` is a fact of the prompt, so it is not summed."""
+    """Add ``part`` to ``total``, field by field. ``pages_hit`` is a fact of the prompt, so it is not
+    summed."""
     for field in common.Traffic.DESCRIPTOR.fields:
         value = getattr(part, field.name)
         if field.name == "pages_hit":

@@ -68,7 +68,9 @@ def store_config(config: ClusterConfig, directory: str, host: str) -> NodeConfig
     """``directory``: of this node's pages; ``host``: the interface to listen on, resolved."""
     store = config.store
     return NodeConfig(
-        ssd=SsdConfig(directory=Path(directory), capacity_bytes=store.size_limit_bytes, ttl_s=store.page_ttl_s),
+        ssd=SsdConfig(
+            directory=Path(directory), capacity_bytes=store.size_limit_bytes, ttl_s=store.page_ttl_s
+        ),
         window=WindowConfig(budget_bytes=store.window_bytes, ttl_s=store.window_ttl_s),
         host=host,
     )

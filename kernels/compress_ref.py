@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from cedar.kernels import fp4_ref, linear_ref, norm_ref, rope_ref
+from cedar.kernels.mhc_ref import ordered_sum
 
 
 def pool_groups(kv: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """bf16 [G, D]: kv weighted by the softmax of gate over the group, per channel; both fp32 [G, m, D]."""
-    return (kv * torch.softmax(gate, dim=1)).sum(1).to(torch.bfloat16)
+    """bf16 [G, D], fp32 inside: kv weighted by gate's softmax over the group, per channel; both [G, m, D]."""
+    p = torch.exp(gate - gate.amax(1, keepdim=True))
+    p = p / ordered_sum(p, 1)
+    return ordered_sum(kv * p, 1).squeeze(1).to(torch.bfloat16)
 
 
 def entries(

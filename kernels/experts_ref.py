@@ -11,8 +11,10 @@ def swiglu(
 ) -> torch.Tensor:
     """bf16: silu(min(gate, limit))·clamp(up, ±limit)·weight, fp32 inside; gate, up bf16 [..., I]."""
     gate = gate.to(torch.float64).clamp_max_(limit)
-    up = up.to(torch.float64).clamp_(-limit, limit)
-    product = gate / (1 + torch.exp(-gate)) * up
+    silu = (gate / (1 + torch.exp(-gate))).to(
+        torch.float32
+    )  # torch's fp32 silu depends on position by an ulp
+    product = silu * up.to(torch.float32).clamp_(-limit, limit)
     if weight is not None:
         product = product * weight.unsqueeze(-1)
     return product.to(torch.bfloat16)

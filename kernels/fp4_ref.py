@@ -45,7 +45,7 @@ def decode(payload: torch.Tensor) -> torch.Tensor:
 
 def pack_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 [..., C] to payload uint8 [..., C/2] and E4M3 scale bytes [..., C/16]."""
-    groups = x.to(torch.float32).view(*x.shape[:-1], -1, E4M3_GROUP)
+    groups = x.to(torch.float32).view(*x.shape[:-1], x.shape[-1] // E4M3_GROUP, E4M3_GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(E2M1_MAX * math.ldexp(1.0, -9))
     scale = (amax / E2M1_MAX).clamp_max_(448.0).to(torch.float8_e4m3fn)
     scaled = (groups / scale.to(torch.float32)).clamp_(-E2M1_MAX, E2M1_MAX)
@@ -64,7 +64,7 @@ def unpack_e4m3(payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def pack_e8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 [..., C] to payload uint8 [..., C/2] and E8M0 scale bytes [..., C/32]."""
-    groups = x.to(torch.float32).view(*x.shape[:-1], -1, E8M0_GROUP)
+    groups = x.to(torch.float32).view(*x.shape[:-1], x.shape[-1] // E8M0_GROUP, E8M0_GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(E2M1_MAX * math.ldexp(1.0, -126))
     scale = power_above(amax.mul_(1.0 / E2M1_MAX))  # torch multiplies by the factor rounded to fp32
     scaled = (groups / scale).clamp_(-E2M1_MAX, E2M1_MAX)

@@ -27,7 +27,7 @@ def exponent_value(code: torch.Tensor) -> torch.Tensor:
 
 def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 [..., C] to E4M3 [..., C/32, 32] and fp32 scales [..., C/32, 1]."""
-    groups = x.to(torch.float32).view(*x.shape[:-1], -1, GROUP)
+    groups = x.to(torch.float32).view(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(AMAX_FLOOR)
     scale = power_above(amax.mul_(1.0 / E4M3_MAX))  # torch multiplies by the factor rounded to fp32
     return (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

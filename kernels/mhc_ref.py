@@ -66,7 +66,7 @@ def mix(
     z = ((flat @ fn.to(torch.float64).T) * rms).to(torch.float32)
     z = z * scale[part_of_column(hc, x.device)] + base
     gates = sigmoid(z[:, : 2 * hc])
-    comb = sinkhorn(z[:, 2 * hc :].view(-1, hc, hc), hc_eps, rounds)
+    comb = sinkhorn(z[:, 2 * hc :].view(z.shape[0], hc, hc), hc_eps, rounds)
     return gates[:, :hc] + hc_eps, gates[:, hc:] * 2, comb
 
 

@@ -35,14 +35,12 @@ def _signs(inverse: bool, device: torch.device) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, inverse: bool) -> torch.Tensor:
     """bf16 [N, ..., C]: the last 2·len(freqs) channels rotated as interleaved pairs, at positions [N]."""
-    angles = (positions.to(torch.float32).unsqueeze(-1) * freqs).view(
-        x.shape[0], *([1] * (x.dim() - 2)), -1, 1
-    )
+    turning = freqs.shape[0]
+    angles = positions.to(torch.float32).unsqueeze(-1) * freqs
+    angles = angles.view(x.shape[0], *([1] * (x.dim() - 2)), turning, 1)
     out = x.clone(memory_format=torch.contiguous_format)
-    turned = out[..., -2 * freqs.shape[0] :].view(*x.shape[:-1], -1, 2)
+    turned = out[..., -2 * turning :].view(*x.shape[:-1], turning, 2)
     pairs = turned.to(torch.float32)
-    # (even·cos - odd·sin, odd·cos + even·sin)
-    turned.copy_(
-        (pairs * torch.cos(angles)).add_(pairs.flip(-1).mul_(torch.sin(angles) * _signs(inverse, x.device)))
-    )
+    crossed = pairs.flip(-1).mul_(torch.sin(angles) * _signs(inverse, x.device))
+    turned.copy_((pairs * torch.cos(angles)).add_(crossed))  # (even·cos - odd·sin, odd·cos + even·sin)
     return out

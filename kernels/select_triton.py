@@ -32,11 +32,19 @@ def _ordered(x):
 @triton.jit
 def _threshold(key, k, LOW: tl.constexpr):
     """The greatest t with at least k keys >= t (bits below LOW left 0); 0 when fewer than k keys are positive."""
-    t = tl.zeros([], tl.uint32)
-    for i in range(0, 32 - LOW):
-        trial = t | (tl.full([], 1, tl.uint32) << (31 - i).to(tl.uint32))
-        t = tl.where(tl.sum((key >= trial).to(tl.int32), axis=0) >= k, trial, t)
+    t = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 2147483648, tl.uint32)
+    for _ in range(0, 32 - LOW):
+        t = tl.where(tl.sum((key >= (t | bit)).to(tl.int32), axis=0) >= k, t | bit, t)
+        bit = bit >> 1
     return t
+
+
+@triton.jit
+def _newest(visible_ptr, divisor):
+    """The block that holds the newest visible position; -1 where nothing is visible."""
+    visible = tl.load(visible_ptr).to(tl.int32)
+    return tl.where(visible > 0, (visible - 1) // divisor, -1)
 
 
 @triton.jit
@@ -66,7 +74,7 @@ def _emit(key, place, k, out_ptr):
 def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr):
     """Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
-    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     place = tl.arange(0, B)
     key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
     written = _emit(key, place, k, out_ptr + row * k)
@@ -81,7 +89,7 @@ def _guess(
 ):  # fmt: skip
     """Grid (rows): the rank-th greatest of B scores spread over the row; found is cleared."""
     row = tl.program_id(0).to(tl.int64)
-    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     lane = tl.arange(0, B)
     step = count // B  # at least 1; the offset within a step varies, lest a period in the row meets it
     place = lane * step + ((lane * 40503) >> 4) % step
@@ -97,7 +105,7 @@ def _filter(
 ):  # fmt: skip
     """Grid (ceil(count / (B·each)), rows): collects scores that reach the guess, in no order, with their places."""
     row = tl.program_id(1).to(tl.int64)
-    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     guess = tl.load(guess_ptr + row)
     for i in range(each):
         place = (tl.program_id(0) * each + i) * B + tl.arange(0, B)
@@ -111,43 +119,39 @@ def _filter(
 
 
 @triton.jit
-def _count_row(row_ptr, visible, count, low, t, end, B: tl.constexpr, MODE: tl.constexpr):
-    """How many keys of a whole row are >= low, and how many equal t before place `end`."""
+def _count_row(row_ptr, visible, count, low, B: tl.constexpr, MODE: tl.constexpr):
+    """How many keys of a whole row are >= low."""
     reach = tl.zeros([B], tl.int32)
-    equal = tl.zeros([B], tl.int32)
     for start in range(0, count, B):
-        place = start + tl.arange(0, B)
-        key = _load_scores(row_ptr, visible, place, count, MODE)
+        key = _load_scores(row_ptr, visible, start + tl.arange(0, B), count, MODE)
         reach += (key >= low).to(tl.int32)
-        equal += ((key == t) & (place < end)).to(tl.int32)
-    return tl.sum(reach, axis=0), tl.sum(equal, axis=0)
+    return tl.sum(reach, axis=0)
 
 
 @triton.jit
 def _choose(
-    scores_ptr, visible_ptr, found_ptr, key_ptr, place_ptr, out_ptr, count, stride, k, divisor,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, out_ptr, count, stride, k, divisor,
     CAPACITY: tl.constexpr, SMALL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): the k greatest of what was collected, sorted by place; the row itself where the guess failed."""
     row = tl.program_id(0).to(tl.int64)
-    visible = (tl.load(visible_ptr + row) - 1) // divisor if MODE == 1 else 0
+    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     found = tl.load(found_ptr + row)
     row_ptr = scores_ptr + row * stride
     out_ptr += row * k
     slot = tl.arange(0, K)
-    if (found <= SMALL) & (found >= k):
+    complete = (found >= k) | (tl.load(guess_ptr + row) == 1)  # a guess of 1 collects every finite score
+    if (found <= SMALL) & complete:
         _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, SMALL)
-    elif (found <= CAPACITY) & (found >= k):
+    elif (found <= CAPACITY) & complete:
         _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, CAPACITY)
     else:
-        t = tl.zeros([], tl.uint32)
-        for i in range(32):
-            trial = t | (tl.full([], 1, tl.uint32) << (31 - i).to(tl.uint32))
-            reach, _ = _count_row(row_ptr, visible, count, trial, trial, 0, B, MODE)
-            t = tl.where(reach >= k, trial, t)
-        above, _ = _count_row(row_ptr, visible, count, tl.maximum(t, 1), t, 0, B, MODE)
-        above = above - (_count_row(row_ptr, visible, count, tl.maximum(t, 1), t, count, B, MODE)[1] if t > 0 else 0)
-        spare = k - above
+        t = tl.full([], 0, tl.uint32)
+        bit = tl.full([], 2147483648, tl.uint32)
+        for _ in range(32):
+            t = tl.where(_count_row(row_ptr, visible, count, t | bit, B, MODE) >= k, t | bit, t)
+            bit = bit >> 1
+        spare = k - _count_row(row_ptr, visible, count, tl.minimum(t, 4294967294) + 1, B, MODE)
         written = 0
         ties = 0
         for start in range(0, count, B):
@@ -164,7 +168,7 @@ def _choose(
 
 @triton.jit
 def _among(key_ptr, place_ptr, out_ptr, found, k, K: tl.constexpr, B: tl.constexpr):
-    """The k greatest of `found` >= k collected keys, ties to the lower place, in order of place."""
+    """The k greatest of `found` collected keys, ties to the lower place, in order of place."""
     lane = tl.arange(0, B)
     key = tl.load(key_ptr + lane, mask=lane < found, other=0)
     place = tl.load(place_ptr + lane, mask=lane < found, other=2147483647)
@@ -175,17 +179,20 @@ def _among(key_ptr, place_ptr, out_ptr, found, k, K: tl.constexpr, B: tl.constex
     chosen = above | equal
     if tl.sum(equal.to(tl.int32), axis=0) > spare:
         # the spare-th lowest place among the equal: the greatest bound with fewer than `spare` places below it
-        bound = tl.zeros([], tl.int32)
-        for i in range(31):
-            trial = bound | (1 << (30 - i))
+        bound = tl.full([], 0, tl.int32)
+        bit = tl.full([], 1073741824, tl.int32)
+        for _ in range(31):
+            trial = bound | bit
+            bit = bit >> 1
             bound = tl.where(tl.sum((equal & (place < trial)).to(tl.int32), axis=0) < spare, trial, bound)
         chosen = above | (equal & (place <= bound) & (spare > 0))
     at = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(place_ptr + at, place, mask=chosen)
     tl.debug_barrier()
     slot = tl.arange(0, K)
-    picked = tl.load(place_ptr + slot, mask=slot < k, other=2147483647)
-    tl.store(out_ptr + slot, tl.sort(picked), mask=slot < k)
+    picked = tl.load(place_ptr + slot, mask=slot < tl.minimum(k, found), other=2147483647)
+    picked = tl.sort(picked)
+    tl.store(out_ptr + slot, tl.where(picked == 2147483647, -1, picked), mask=slot < k)
 
 
 def _select(
@@ -220,7 +227,7 @@ def _select(
         scores, visible, guess, found, keys, places, count, stride, divisor, each, CAPACITY, block, mode, num_warps=8
     )
     _choose[(rows,)](
-        scores, visible, found, keys, places, out, count, stride, k, divisor,
+        scores, visible, guess, found, keys, places, out, count, stride, k, divisor,
         CAPACITY, max(width, 4096), width, min(8192, short), mode, num_warps=16,
     )  # fmt: skip
     return out

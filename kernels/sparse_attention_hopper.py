@@ -13,11 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-# Four packed bytes and their fp16 scales (value·2^7) to four even and four odd channels, times 2^-7.
+# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 2), (4, 6), (1, 3), (5, 7), times 2^-7.
 # A byte goes to the upper byte of a half word; E2M1's three magnitude bits land on fp16's bits 9 to 11: value·2^-14.
 _FP4_ASM = gl.constexpr("""
 {
@@ -31,7 +30,7 @@ and.b32 a1, a1, 0x0E000E00;
 lop3.b32 a0, t0, 0x80008000, a0, 0xEA;
 lop3.b32 a1, t1, 0x80008000, a1, 0xEA;
 mul.rn.f16x2 $2, a0, $5;
-mul.rn.f16x2 $3, a1, $6;
+mul.rn.f16x2 $3, a1, $5;
 shl.b32 b0, t0, 1;
 shl.b32 b1, t1, 1;
 and.b32 b0, b0, 0x0E000E00;
@@ -41,18 +40,18 @@ lop3.b32 b0, c, 0x80008000, b0, 0xEA;
 shl.b32 c, t1, 4;
 lop3.b32 b1, c, 0x80008000, b1, 0xEA;
 mul.rn.f16x2 $0, b0, $5;
-mul.rn.f16x2 $1, b1, $6;
+mul.rn.f16x2 $1, b1, $5;
 }
 """)
 
-# Two pairs of E4M3 bytes and their fp16 scales (value·2) to even and odd channels, times 2^-7 (the bits alone: 2^-8).
+# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 2) and (1, 3), times 2^-7 (the bits alone: 2^-8).
 _FP8_ASM = gl.constexpr("""
 {
-.reg .b32 t, a, b;
-prmt.b32 t, $2, 0, 0x2404;
-shr.b32 a, t, 1;
+.reg .b32 a, b, c;
+shl.b32 a, $2, 7;
 and.b32 a, a, 0x3F803F80;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
+shl.b32 c, $2, 8;
+lop3.b32 a, c, 0x80008000, a, 0xEA;
 mul.rn.f16x2 $0, a, $3;
 shr.b32 b, $2, 1;
 and.b32 b, b, 0x3F803F80;
@@ -61,31 +60,24 @@ mul.rn.f16x2 $1, b, $3;
 }
 """)
 
-_TILE = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))  # [64, 256]: a warp holds whole rows
-_TILE3 = gl.constexpr(
-    gl.BlockedLayout([8, 1, 8], [1, 32, 1], [8, 1, 1], [2, 1, 0])
-)  # the same as [64, 32, 8]
+_TILE = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # words [64, 64]: a warp holds whole rows
+_TILE3 = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 2]
+_WIDE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))  # words [64, 128]
+_WIDE3 = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 4]
+_QUERY = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))  # [64, 256]
 _SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))  # [64, 256]
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes as words
 
 
 @gluon.jit
-def _widen(scale, tile: gl.constexpr, tile3: gl.constexpr, factor: gl.constexpr):
-    """fp16 [64, 32] scales, times factor, to the [64, 256] columns they rule."""
-    wide = scale[:, :, None] * gl.full([64, 32, 8], factor, gl.float16, tile3)
-    return gl.convert_layout(gl.reshape(wide, [64, 256]), tile, assert_trivial=True)
-
-
-@gluon.jit
-def _load_entries(
-    pages, flat_tile, ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr
-):
-    """Raw bytes of 64 entries, named by page·ROWS + row (negative: none): payload [64, 256], scales [64, 32]."""
+def _load_entries(pages, flat_tile, ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr):
+    """Raw bytes of 64 entries, named by page·ROWS + row (negative: none): payload words [64, 64], scale bytes [64, 32]."""
     flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _TILE)), 0).to(gl.uint32)
-    start = (flat // ROWS).to(gl.int64) * PAGE + PAYLOAD + ((flat % ROWS) * 256).to(gl.int64)
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
-    payload = gl.load(pages + start[:, None] + columns[None, :])
+    start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + PAYLOAD // 4 + ((flat % ROWS) * 64).to(gl.int64)
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _TILE))
+    payload = gl.load(pages.to(gl.pointer_type(gl.int32)) + start[:, None] + columns[None, :])
     named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
     row = gl.maximum(named, 0).to(gl.uint32)
     start3 = (row // ROWS).to(gl.int64) * PAGE + SCALES + ((row % ROWS) * 32).to(gl.int64)
@@ -96,45 +88,59 @@ def _load_entries(
 
 @gluon.jit
 def _expand_entries(payload, scales, even, odd):
-    """Writes raw entries as fp16·2^-7 into the shared tiles of even and of odd channels."""
-    scale = _widen(scales.to(gl.float8e4nv, bitcast=True).to(gl.float16), _TILE, _TILE3, 128.0)
-    low, high = gl.inline_asm_elementwise(
-        _FP4_ASM, "=r,=r,=r,=r,r,r,r", [payload, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
+    """Writes raw entries as fp16·2^-7 into the shared tiles (words) of even and of odd channels."""
+    bits = scales.to(gl.int32) * 0x00800080  # E4M3's bits as two fp16: value·2^-8
+    power = gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, 0x78007800], dtype=gl.int32, is_pure=True, pack=1
     )
-    even.store(low)
-    odd.store(high)
+    wide = power[:, :, None] + gl.full([64, 32, 2], 0, gl.int32, _TILE3)
+    scale = gl.convert_layout(gl.reshape(wide, [64, 64]), _TILE, assert_trivial=True)
+    e0, e1, o0, o1 = gl.inline_asm_elementwise(
+        _FP4_ASM, "=r,=r,=r,=r,r,r", [payload, scale],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    even.store(gl.reshape(gl.join(e0, e1), [64, 128]))
+    odd.store(gl.reshape(gl.join(o0, o1), [64, 128]))
 
 
 @gluon.jit
 def _load_window(window, flat_tile):
-    """Raw bytes of 64 window rows: E4M3 pairs uint16 [64, 256], scale bytes [64, 32] (each of 16, twice)."""
-    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _TILE)), 0)
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
-    pairs = gl.load(
-        window.to(gl.pointer_type(gl.uint16)) + (flat.to(gl.int64) * 264)[:, None] + columns[None, :]
-    )
-    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
-    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _TILE3))) // 2
+    """Raw bytes of 64 window rows: words of E4M3 [64, 128], scale bytes [64, 32] (each of 16, twice)."""
+    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _WIDE)), 0)
+    columns = gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE))
+    words = gl.load(window.to(gl.pointer_type(gl.int32)) + (flat.to(gl.int64) * 132)[:, None] + columns[None, :])
+    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _WIDE3)))
+    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _WIDE3))) // 2
     scales = gl.load(window + (gl.maximum(named, 0).to(gl.int64) * 528 + 512)[:, None] + groups[None, :])
-    return pairs, gl.where(named[:, None] >= 0, scales, 0)
+    return words, gl.where(named[:, None] >= 0, scales, 0)
 
 
 @gluon.jit
-def _expand_window(pairs, scales, even, odd):
-    power = (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True) * 2.0
-    scale = _widen(power.to(gl.float16), _TILE, _TILE3, 1.0)
+def _expand_window(words, scales, even, odd):
+    """The same of window rows."""
+    code = scales.to(gl.int32)
+    normal = (gl.minimum(code, 141) - 111) << 10
+    power = gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0)) * 0x00010001
+    wide = power[:, :, None] + gl.full([64, 32, 4], 0, gl.int32, _WIDE3)
+    scale = gl.convert_layout(gl.reshape(wide, [64, 128]), _WIDE, assert_trivial=True)
     low, high = gl.inline_asm_elementwise(
-        _FP8_ASM, "=r,=r,r,r", [pairs, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        _FP8_ASM, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     even.store(low)
     odd.store(high)
+
+
+@gluon.jit
+def _half_tile(words):
+    """A shared tile of words [64, 128] as the fp16 [64, 256] that wgmma reads."""
+    return words._reinterpret(gl.float16, [64, 256], _SHARED)
 
 
 @gluon.jit
 def _scores(q_even, q_odd, even, odd):
     s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
-    s = warpgroup_mma(q_even, even.permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(q_odd, odd.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_even, _half_tile(even).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(q_odd, _half_tile(odd).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -164,8 +170,7 @@ def _turn(even, odd, cos, sin):
 @gluon.jit
 def _fetch(
     pages, names, tile, end,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-    TILES: gl.constexpr, WINDOW_TILES: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, WINDOW_TILES: gl.constexpr,
 ):  # fmt: skip
     """Raw bytes of entries tile `tile`; past the end, of some tile that exists."""
     tile = gl.maximum(gl.minimum(tile, end - 1), 0)
@@ -208,8 +213,8 @@ def attend_hopper(
     # q: pairs of bf16 (even, odd) as words, rotated, into two shared tiles.
     q_even = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
     q_odd = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
-    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, _TILE))
-    pairs = gl.arange(0, 256, layout=gl.SliceLayout(0, _TILE))
+    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, _QUERY))
+    pairs = gl.arange(0, 256, layout=gl.SliceLayout(0, _QUERY))
     words = gl.load(
         q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + heads[:, None] * 256 + pairs[None, :]
     )
@@ -225,8 +230,8 @@ def attend_hopper(
     q_even.store(even.to(gl.float16))
     q_odd.store(odd.to(gl.float16))
 
-    k_even = gl.allocate_shared_memory(gl.float16, [2, 64, 256], _SHARED)
-    k_odd = gl.allocate_shared_memory(gl.float16, [2, 64, 256], _SHARED)
+    k_even = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
+    k_odd = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
     p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
     o_even = gl.full([64, 256], 0.0, gl.float32, _ACC)
     o_odd = gl.full([64, 256], 0.0, gl.float32, _ACC)
@@ -245,61 +250,49 @@ def attend_hopper(
         first = gl.where(split == 0, 0, beside + (split - 1) * each)
         end = gl.minimum(gl.where(split == 0, beside, first + each), used)
 
-    # Tiles in turn: the window's, then entries; tile t lies in buffer t & 1. Only p of the tile before waits for its p·k.
+    # Tiles in turn: the window's, then entries. The last tile before the loop lies in buffer 1, the first of it in 0.
     follows = first
-    buffer = 1
     if TILES > 0:
-        payload, scales = _fetch(
-            pages_ptr, names, first, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-        )
+        payload, scales = _fetch(pages_ptr, names, first, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
     if split == 0:
-        raw, raw_scale = _load_window(window_ptr, names.index(0))
+        raw, raw_scale = _load_window(window_ptr, names.index(WINDOW_TILES - 1))
         if WINDOW_TILES > 1:
-            raw1, raw1_scale = _load_window(window_ptr, names.index(1))
-            _expand_window(raw1, raw1_scale, k_even.index(1), k_odd.index(1))
-        _expand_window(raw, raw_scale, k_even.index(0), k_odd.index(0))
-        fence_async_shared()
-        s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
-        if WINDOW_TILES == 1 and TILES > 0:
-            _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
-            fence_async_shared()
-            payload, scales = _fetch(
-                pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-            )
-        s = warpgroup_mma_wait(0, deps=[s])
-        p, shrink, top, total = _softmax(s, names.index(0), top, total, scale)
-        p_shared.store(p)
+            raw0, raw0_scale = _load_window(window_ptr, names.index(0))
+            _expand_window(raw0, raw0_scale, k_even.index(0), k_odd.index(0))
+        _expand_window(raw, raw_scale, k_even.index(1), k_odd.index(1))
         fence_async_shared()
         if WINDOW_TILES > 1:
-            acc_even = warpgroup_mma(p_shared, k_even.index(0), o_even, is_async=True)
-            acc_odd = warpgroup_mma(p_shared, k_odd.index(0), o_odd, is_async=True)
-            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
-            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
-            if TILES > 0:
-                _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
-                fence_async_shared()
-                payload, scales = _fetch(
-                    pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-                )
+            s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
             s = warpgroup_mma_wait(0, deps=[s])
-            p, shrink, top, total = _softmax(s, names.index(1), top, total, scale)
-            o_even = _shrink(o_even, shrink)
-            o_odd = _shrink(o_odd, shrink)
+            p, shrink, top, total = _softmax(s, names.index(0), top, total, scale)
             p_shared.store(p)
             fence_async_shared()
-            buffer = 0
-    elif first < end:
-        _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
+            acc_even = warpgroup_mma(p_shared, _half_tile(k_even.index(0)), o_even, is_async=True)
+            acc_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(0)), o_odd, is_async=True)
+            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
+            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
+        else:
+            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
+        if TILES > 0:
+            _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
+            fence_async_shared()
+            payload, scales = _fetch(pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
+        s = warpgroup_mma_wait(0, deps=[s])
+        p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES - 1), top, total, scale)
+        if WINDOW_TILES > 1:
+            o_even = _shrink(o_even, shrink)
+            o_odd = _shrink(o_odd, shrink)
+        p_shared.store(p)
         fence_async_shared()
-        payload, scales = _fetch(
-            pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-        )
-        s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
+    elif first < end:
         _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
         fence_async_shared()
-        payload, scales = _fetch(
-            pages_ptr, names, first + 2, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-        )
+        payload, scales = _fetch(pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
+        s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
+        if first + 1 < end:
+            _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
+            fence_async_shared()
+            payload, scales = _fetch(pages_ptr, names, first + 2, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
         s = warpgroup_mma_wait(0, deps=[s])
         p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + first), top, total, scale)
         p_shared.store(p)
@@ -307,26 +300,30 @@ def attend_hopper(
         follows = first + 1
 
     if TILES > 0:
-        for t in range(follows, end):
-            acc_even = warpgroup_mma(p_shared, k_even.index(1 - buffer), o_even, is_async=True)
-            acc_odd = warpgroup_mma(p_shared, k_odd.index(1 - buffer), o_odd, is_async=True)
-            s = _scores(q_even, q_odd, k_even.index(buffer), k_odd.index(buffer))
-            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
-            _expand_entries(payload, scales, k_even.index(1 - buffer), k_odd.index(1 - buffer))
-            fence_async_shared()
-            payload, scales = _fetch(
-                pages_ptr, names, t + 2, end, ROWS, PAGE, PAYLOAD, SCALES, TILES, WINDOW_TILES
-            )
-            s = warpgroup_mma_wait(0, deps=[s])
-            p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + t), top, total, scale)
-            o_even = _shrink(o_even, shrink)
-            o_odd = _shrink(o_odd, shrink)
-            p_shared.store(p)
-            fence_async_shared()
-            buffer = 1 - buffer
+        for t in range(follows, end, 2):
+            for buffer in gl.static_range(2):
+                if t + buffer < end:
+                    here_even, here_odd = k_even.index(buffer), k_odd.index(buffer)
+                    free_even, free_odd = k_even.index(1 - buffer), k_odd.index(1 - buffer)
+                    acc_even = warpgroup_mma(p_shared, _half_tile(free_even), o_even, is_async=True)
+                    acc_odd = warpgroup_mma(p_shared, _half_tile(free_odd), o_odd, is_async=True)
+                    s = _scores(q_even, q_odd, here_even, here_odd)
+                    o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
+                    _expand_entries(payload, scales, free_even, free_odd)
+                    fence_async_shared()
+                    payload, scales = _fetch(
+                        pages_ptr, names, t + buffer + 2, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES
+                    )
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + t + buffer), top, total, scale)
+                    o_even = _shrink(o_even, shrink)
+                    o_odd = _shrink(o_odd, shrink)
+                    p_shared.store(p)
+                    fence_async_shared()
     if split == 0 or first < end:
-        o_even = warpgroup_mma(p_shared, k_even.index(1 - buffer), o_even)
-        o_odd = warpgroup_mma(p_shared, k_odd.index(1 - buffer), o_odd)
+        held = 1 - (gl.maximum(end - follows, 0) & 1)
+        o_even = warpgroup_mma(p_shared, _half_tile(k_even.index(held)), o_even)
+        o_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(held)), o_odd)
 
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     pair = gl.arange(0, 256, layout=gl.SliceLayout(0, _ACC))

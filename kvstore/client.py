@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,22 +22,14 @@ from cedar.kvstore.breaker import Breaker
 from cedar.kvstore.call_guard import RETRY_AFTER
 from cedar.kvstore.config import ClientConfig
 from cedar.kvstore.errors import CorruptValue, FrameError, InvalidRequest
-from cedar.kvstore.frames import (
-    CHECKSUM_BYTES,
-    FRAME_BYTES,
-    FrameKind,
-    RecordAssembler,
-    decode_frame,
-    encode_frame,
-    record_checksum,
-    split_record,
-)
+from cedar.kvstore.frames import record_checksum
 from cedar.kvstore.keys import KEY_BYTES
-from cedar.kvstore.page_stream import verified_values
+from cedar.kvstore.page_wire import page_frames, verified_values
 from cedar.kvstore.put import PutCounts
 from cedar.kvstore.rpc import ServiceStub, transport_options
 from cedar.kvstore.shared_fetch import FellBehind, SharedFetch
 from cedar.kvstore.window_tier import WindowName
+from cedar.kvstore.window_wire import assemble_window, window_frames
 from cedar.v1 import store_pb2
 from google.protobuf.message import DecodeError
 
@@ -46,7 +38,6 @@ T = TypeVar("T")
 
 _SERVICE = store_pb2.DESCRIPTOR.services_by_name["Store"]
 _GUESSED_VALUE_BYTES = 256 << 10
-_MAX_PAGES_A_FRAME = 256
 _FAILURES = (grpc.RpcError, grpc.aio.UsageError, TimeoutError, DecodeError, FrameError, CorruptValue)
 
 
@@ -133,7 +124,7 @@ class StoreClient:
             return PutCounts()
         if not self._may_call():
             return PutCounts(refused=len(keys), reason="unavailable")
-        frames = _frames(keys, values, first_page, tenant)
+        frames = page_frames(keys, values, first_page=first_page, tenant=tenant)
         try:
             call = self._connected().PutPages(frames, timeout=self.config.put_timeout_s)
             response = await self._answer(call)
@@ -156,7 +147,8 @@ class StoreClient:
         try:
             async with asyncio.timeout(self.config.window_timeout_s):
                 call = self._connected().GetWindow(request, timeout=self.config.window_timeout_s)
-                record = await self._answer(_assemble(call, request, self.config.max_window_bytes))
+                name = WindowName(page_key, tokens, digest)
+                record = await self._answer(assemble_window(call, name, self.config.max_window_bytes))
         except _FAILURES as error:
             self._failed("get_window", error)
             return None
@@ -168,14 +160,7 @@ class StoreClient:
         _expect_keys((page_key, digest))
         if not self._may_call():
             return False
-        meta = store_pb2.WindowMeta(
-            page_key=page_key,
-            tokens=tokens,
-            digest=digest,
-            total_bytes=len(record),
-            checksum=record_checksum(record),
-        )
-        frames = _window_frames(meta, record)
+        frames = window_frames(WindowName(page_key, tokens, digest), record, record_checksum(record))
         try:
             response = await self._answer(
                 self._connected().PutWindow(frames, timeout=self.config.window_timeout_s)
@@ -265,7 +250,7 @@ class StoreClient:
         return response
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """The call's answer. gRPC cancels a call when its channel closes; that is a failure, not our doing."""
+        """The call's answer. gRPC cancels a call when its channel closes: a failure, not our cancelling."""
         try:
             return await call
         except asyncio.CancelledError:
@@ -327,56 +312,6 @@ def _expect_keys(keys: Sequence[bytes]) -> None:
 def _own_cancellation() -> bool:
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-def _frames(
-    keys: Sequence[bytes], values: Sequence[bytes], first_page: int, tenant: bytes
-) -> Iterator[bytes]:
-    """Frames of about FRAME_BYTES, each with values of one size."""
-    start = 0
-    while start < len(keys):
-        size = len(values[start])
-        end = start + 1
-        while (
-            end < len(keys)
-            and len(values[end]) == size
-            and (end - start + 1) * size <= FRAME_BYTES
-            and end - start < _MAX_PAGES_A_FRAME
-        ):
-            end += 1
-        meta = store_pb2.StoredMeta(
-            page_keys=b"".join(keys[start:end]),
-            value_bytes=size,
-            first_page=first_page + start,
-            tenant=tenant,
-        )
-        yield encode_frame(FrameKind.PAGES, meta, *values[start:end])
-        start = end
-
-
-def _window_frames(meta: store_pb2.WindowMeta, record: bytes) -> Iterator[bytes]:
-    for offset, piece in split_record(record):
-        meta.offset = offset
-        yield encode_frame(FrameKind.WINDOW, meta, piece)
-
-
-async def _assemble(call: Any, request: store_pb2.GetWindowRequest, limit_bytes: int) -> bytes:
-    """The record of a GetWindow answer. FrameError, CorruptValue when it is not the one asked for."""
-    assembler: RecordAssembler | None = None
-    async for message in call:
-        frame = decode_frame(message, expect=FrameKind.WINDOW)
-        meta = store_pb2.WindowMeta.FromString(frame.meta)
-        named = (meta.page_key, meta.tokens, meta.digest)
-        if named != (request.page_key, request.tokens, request.digest):
-            raise CorruptValue("key", "the store sent another window record")
-        if assembler is None:
-            if len(meta.checksum) != CHECKSUM_BYTES:
-                raise FrameError("checksum", f"{len(meta.checksum)} bytes", f"must be {CHECKSUM_BYTES}")
-            assembler = RecordAssembler(meta.total_bytes, meta.checksum, limit_bytes=limit_bytes)
-        assembler.add(meta.offset, frame.payload)
-    if assembler is None:
-        raise FrameError("frames", 0, "at least one")
-    return assembler.finish()
 
 
 def _retry_after_s(error: Exception) -> float:

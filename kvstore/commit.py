@@ -74,7 +74,8 @@ class Committer:
     def finish(self) -> None:
         """Write the offsets that are still only in memory; losing them costs read-ahead, not data."""
         if self._located is not None:
-            segment, rows = self._located
+            segment = self._located[0]
+            rows = self._current_rows()
             self._located = None
             self.update_rows(segment, rows)
 
@@ -116,9 +117,14 @@ class Committer:
         if self._located[0] is not segment:
             self.finish()
             return []
-        current = (self._index.get(key) for key, _ in self._located[1])
-        rows = zip(self._located[1], current, strict=True)
-        return [row for row, entry in rows if entry is not None and entry.segment is segment]
+        return self._current_rows()
+
+    def _current_rows(self) -> list[tuple[bytes, Row]]:
+        """The rows that know their offset by now, without those of pages that were lost meanwhile."""
+        if self._located is None:
+            return []
+        segment, rows = self._located
+        return [(key, row) for key, row in rows if self._index.is_in(key, segment)]
 
     def _publish(self, segment: Segment, rows: Mapping[bytes, Row]) -> None:
         try:

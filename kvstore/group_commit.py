@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Final
 
 import lmdb
 from cedar.kvstore.commit import Committer
@@ -27,6 +28,9 @@ from cedar.kvstore.segment import Segment
 from cedar.kvstore.stats import Counters
 
 log = logging.getLogger(__name__)
+
+QUEUE_RETRY_S: Final = 0.02
+"""About two commits."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ class GroupCommit:
             if self._closing:
                 raise StoreClosed("the store is closed")
             if self._queued_bytes and self._queued_bytes + job.bytes > self._config.queue_bytes:
-                raise Refused("queue", self._config.commit_wait_s * 4)
+                raise Refused("queue", QUEUE_RETRY_S)
             self._queued_bytes += job.bytes
             self._jobs.append(job)
             self._wake.notify()
@@ -198,6 +202,8 @@ class GroupCommit:
         with self._wake:
             dead, self._dead = self._dead, []
         for segment, key, row in dead:
+            if self._index.is_in(key, segment):
+                continue  # a good copy has been put there since
             self._committer.update_rows(segment, [(key, row)])
 
     def _count(self, job: _Job) -> None:

@@ -58,6 +58,11 @@ class PageIndex:
             return None
         return entry
 
+    def is_in(self, key: bytes, segment: Segment) -> bool:
+        """Whether the current copy of a page is in ``segment``."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.segment is segment
+
     def leading(self, keys: Sequence[bytes], now_s: float) -> int:
         """How many of ``keys``, from the first on, are live."""
         entries = self._entries

@@ -12,7 +12,7 @@ from cedar.kvstore.admission import Admission
 from cedar.kvstore.call_guard import guarded, guarded_stream
 from cedar.kvstore.config import NodeConfig
 from cedar.kvstore.errors import InvalidRequest, NotHeld, Refused, StoreClosed
-from cedar.kvstore.frames import FRAME_BYTES, FrameKind, RecordAssembler, encode_frame, split_record
+from cedar.kvstore.frames import FRAME_BYTES, FrameKind, RecordAssembler, encode_frame
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.ssd_tier import SsdTier
 from cedar.kvstore.stats import Counters
@@ -26,6 +26,7 @@ from cedar.kvstore.validation import (
     window_piece,
 )
 from cedar.kvstore.window_tier import WindowTier
+from cedar.kvstore.window_wire import window_frames
 from cedar.v1 import store_pb2
 
 MAX_PAGES_A_FRAME: Final = 512
@@ -177,16 +178,8 @@ class StoreService:
             if held is None:
                 raise NotHeld("no such window record")
             record, checksum = held
-            for offset, piece in split_record(record):
-                meta = store_pb2.WindowMeta(
-                    page_key=name.page_key,
-                    tokens=name.tokens,
-                    digest=name.digest,
-                    total_bytes=len(record),
-                    offset=offset,
-                    checksum=checksum,
-                )
-                yield encode_frame(FrameKind.WINDOW, meta, piece)
+            for frame in window_frames(name, record, checksum):
+                yield frame
 
     @guarded
     async def Stats(self, request: store_pb2.StatsRequest, context: Context) -> store_pb2.StatsResponse:

@@ -1,9 +1,9 @@
 """One fetch, many readers: callers that want the same pages at the same time share one stream.
 
 A fetch runs in a task of its own and keeps what it has received, up to ``keep_bytes``; whoever asks for the
-XXLINE
-ahead of its fastest reader. A reader that falls so far behind that its next page has been let go is told so. When the
-last reader leaves, the fetch is cancelled.
+same keys while nothing has been let go reads along from the start. The fetch waits when it is ``ahead_bytes``
+ahead of its fastest reader. A reader that falls so far behind that its next page has been let go is told so.
+When the last reader leaves, the fetch is cancelled.
 """
 
 from __future__ import annotations

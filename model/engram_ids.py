@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, normalizers
-
 from cedar.model.prompt_errors import EngramTableError
+from tokenizers import Regex, Tokenizer, normalizers
 
 IntArray = npt.NDArray[np.int64]
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
-
 from cedar.model.config import VisionConfig
 from cedar.model.prompt_errors import ImageError
 

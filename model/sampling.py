@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
-
 from cedar.model.prompt_errors import LogitsError, SamplingError
+from torch import Tensor
 
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 16

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import tokenizers
-
 from cedar.model.prompt_errors import TokenizerError
 from cedar.model.storage import Storage
 

@@ -15,12 +15,11 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from cedar.model.config import VisionConfig
 from cedar.model.errors import CheckpointError
 from cedar.model.images import END, NEWLINE, SLOT, START, ImagePlan, token_types
 from cedar.model.prompt_errors import ImageError
+from torch import Tensor
 
 _BF16: Final = torch.bfloat16
 

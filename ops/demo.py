@@ -43,6 +43,10 @@ OVERRIDES = (
     "store.nodes=1",
 )
 IMAGE_NAME = "image.png"
+SYSTEM = (
+    "You look at pictures with care. Say what is in them, how the parts lie to each other, and what you are not "
+    "sure of. Be brief and exact."
+)
 QUESTIONS = ("What is in this picture?", "And what else?")
 TEMPERATURE = 0.8
 
@@ -119,9 +123,9 @@ async def converse(
     async with GenerationClient(address) as client:
         model = await client.get_model()
     sampling = common_pb2.SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=max_tokens)
+    turns = [Turn("system", (SYSTEM,)), Turn("user", (picture, QUESTIONS[0]))]
     first = generation_pb2.GenerateRequest(
-        conversation=conversation_message([Turn("user", (picture, QUESTIONS[0]))], thinking=False),
-        sampling=sampling,
+        conversation=conversation_message(turns, thinking=False), sampling=sampling
     )
     replies = [await ask(first, address, f"turn 1  (an image of {size(len(picture))}) {QUESTIONS[0]}")]
     ids = second_turn_ids(config.model.path, picture, replies[0].ids)
@@ -147,11 +151,14 @@ def second_turn_ids(checkpoint: str, picture: bytes, answer: Sequence[int]) -> l
 
     prompts = PromptFormat.open(checkpoint)
     options = ChatOptions(thinking=False)
-    asked = Message(role="user", content=(ImagePart(picture), QUESTIONS[0]))
-    opening = prompts.encode_chat([asked], options).ids
+    asked = (
+        Message(role="system", content=(SYSTEM,)),
+        Message(role="user", content=(ImagePart(picture), QUESTIONS[0])),
+    )
+    opening = prompts.encode_chat(asked, options).ids
     silent = Message(role="assistant", content=("",), reasoning="")
     follow_up = Message(role="user", content=(QUESTIONS[1],))
-    whole = prompts.encode_chat([asked, silent, follow_up], options).ids
+    whole = prompts.encode_chat([*asked, silent, follow_up], options).ids
     rest = whole[len(opening) :]  # the end token, then the new question
     said = list(answer[:-1]) if answer and answer[-1] == rest[0] else list(answer)
     image = prompts.config.image_token_id

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from cedar.cluster.remote import ClusterStatus
     from cedar.cluster.state_file import ClusterState
+    from google.protobuf.message import Message
     from rich.console import Group
 
 EXAMPLES = """\
@@ -85,12 +86,12 @@ def as_record(found: ClusterStatus) -> dict[str, object]:
     """Everything, for programs."""
     from google.protobuf.json_format import MessageToDict
 
-    def plain(message: object) -> object:
+    def plain(message: Message | None) -> object:
         if message is None:
             return None
         return MessageToDict(
             message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )  # type: ignore[arg-type]
+        )
 
     return {
         "name": found.state.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,12 @@ from cedar.actors.encoder_worker import EncoderWorker
 from cedar.actors.prefill_worker import PrefillWorker
 from cedar.actors.wire_prompt import pack_ids
 from cedar.actors.worker import StageWorker
+from cedar.kvstore.client import StoreClient
+from cedar.kvstore.config import NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.keys import chain_keys, root_key
+from cedar.kvstore.node import StoreNode
 from cedar.kvstore.rpc import ServiceStub, channel_options
+from cedar.kvstore.window_match import longest_window
 from cedar.model import load_network
 from cedar.model.network import Network
 from cedar.model.sampling import SamplingParams as ModelSampling
@@ -31,6 +35,7 @@ from cedar.v1 import common_pb2, stages_pb2
 from cedar.v1.common_pb2 import PromptSources, SamplingParams, TokenEvent
 from cedar.v1.stages_pb2 import (
     DecodeCancelRequest,
+    EncodeRequest,
     FeatureSource,
     PrefillDone,
     PrefillEvent,
@@ -57,14 +62,10 @@ def prompt() -> Callable[[int, int], list[int]]:
     """Random token ids: (seed, length)."""
 
     def make(seed: int, length: int) -> list[int]:
-        return [random.Random(seed).randrange(5, 640) for _ in range(length)] if length < 1 else _draw(seed, length)
+        rng = random.Random(seed)
+        return [rng.randrange(5, 640) for _ in range(length)]
 
     return make
-
-
-def _draw(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 640) for _ in range(length)]
 
 
 GREEDY = ModelSampling(temperature=0, ignore_eos=True)
@@ -151,6 +152,8 @@ class Rig:
         self.encoder: EncoderWorker | None = None
         self.prefill: PrefillWorker = None  # type: ignore[assignment]
         self.decodes: list[DecodeWorker] = []
+        self.store: StoreNode | None = None
+        self.client: StoreClient | None = None
         self.workers: list[StageWorker] = []
         self._channels: dict[str, grpc.aio.Channel] = {}
         layout = network.layout
@@ -167,10 +170,17 @@ class Rig:
         decodes: int = 1,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
+        store: Path | None = None,
     ) -> None:
         settings: dict[str, Any] = {"checkpoint": str(GOLDEN), "drain_s": 0.0}
+        if store is not None:
+            ssd = SsdConfig(directory=store, capacity_bytes=64 << 20)
+            self.store = StoreNode(NodeConfig(ssd=ssd, window=WindowConfig(budget_bytes=16 << 20)))
+            settings["store"] = await self.store.start()
+            self.client = StoreClient(settings["store"], fingerprint=self.network.fingerprint)
         if encoder:
-            self.encoder = EncoderWorker(EncoderConfig(**settings), network=self.network)
+            config = EncoderConfig(checkpoint=str(GOLDEN), drain_s=0.0)
+            self.encoder = EncoderWorker(config, network=self.network)
             self.workers.append(self.encoder)
         small = {"pages": 40, "slots": 4, "retry_after_ms": 10}
         self.prefill = PrefillWorker(
@@ -189,6 +199,30 @@ class Rig:
             await channel.close(None)
         for worker in self.workers:
             await worker.stop()
+        if self.client is not None:
+            await self.client.close()
+        if self.store is not None:
+            await self.store.stop()
+
+    async def offer(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> dict[str, Any]:
+        """What the gateway finds in the store for a prompt: request fields."""
+        assert self.client is not None
+        keys = self.keys(ids, images)
+        match = await self.client.match(self.root, keys)
+        page_tokens = self.network.layout.page_tokens
+        found = longest_window(match.windows, self.root, keys, ids, images, page_tokens)
+        window = None
+        if found is not None:
+            window = WindowRef(page_key=found.page_key, tokens=found.tokens, digest=found.digest)
+        return {"hit_pages": match.pages, "window": window}
+
+    async def encode(self, image: bytes) -> FeatureSource:
+        """An image through the encoder worker, as the gateway has it done."""
+        assert self.encoder is not None
+        content_hash = self.network.prepare(image).content_hash
+        stub = self.stub(self.encoder.address, "Encode")
+        await stub.Encode(EncodeRequest(image=image, content_hash=content_hash), timeout=30)
+        return FeatureSource(content_hash=content_hash, encoder_address=self.encoder.address)
 
     def stub(self, address: str, service: str) -> ServiceStub:
         if address not in self._channels:
@@ -218,7 +252,11 @@ class Rig:
             token_ids=pack_ids(ids),
             images=[
                 common_pb2.ImageSpan(
-                    start=i.start, length=i.length, rows=i.rows, columns=i.columns, content_hash=i.content_hash
+                    start=i.start,
+                    length=i.length,
+                    rows=i.rows,
+                    columns=i.columns,
+                    content_hash=i.content_hash,
                 )
                 for i in images
             ],
@@ -233,12 +271,16 @@ class Rig:
             **fields,
         )
 
-    async def prefill_events(self, request: PrefillRequest, timeout: float = 60) -> AsyncIterator[PrefillEvent]:
+    async def prefill_events(
+        self, request: PrefillRequest, timeout: float = 60
+    ) -> AsyncIterator[PrefillEvent]:
         call = self.stub(self.prefill.address, "Prefill").Prefill(request, timeout=timeout)
         async for event in call:
             yield event
 
-    async def tokens(self, decode: int, request_id: str, start: int = 0) -> tuple[list[TokenEvent], StreamEnd | None]:
+    async def tokens(
+        self, decode: int, request_id: str, start: int = 0
+    ) -> tuple[list[TokenEvent], StreamEnd | None]:
         """Every token from ``start`` on, and the end."""
         found: list[TokenEvent] = []
         stub = self.stub(self.decodes[decode].address, "Decode")
@@ -284,18 +326,18 @@ RigMaker = Callable[..., Any]
 
 
 @pytest.fixture
-def rig(network: Network) -> Iterator[RigMaker]:
+def rig(network: Network, tmp_path: Path) -> RigMaker:
     """``async with rig(...) as cluster``: started workers; at the end they must be idle, then they stop."""
 
     @asynccontextmanager
-    async def make(*, check_idle: bool = True, **options: Any) -> AsyncIterator[Rig]:
+    async def make(*, check_idle: bool = True, store: bool = False, **options: Any) -> AsyncIterator[Rig]:
         cluster = Rig(network)
         try:
-            await cluster.start(**options)
+            await cluster.start(store=tmp_path / "store" if store else None, **options)
             yield cluster
             if check_idle:
                 await cluster.idle()
         finally:
             await cluster.stop()
 
-    yield make
+    return make

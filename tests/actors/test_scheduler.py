@@ -121,8 +121,15 @@ def test_tokens_always_add_up(
         arrived=reached, record=record if planned.record and got_record else None, first_start=first,
     )  # fmt: skip
     sources = scheduler.sources(M, total, got)
-    assert sources.prompt_tokens == total == (
-        sources.hit_local_tokens + sources.hit_store_tokens + sources.state_tokens + sources.computed_tokens
+    assert (
+        sources.prompt_tokens
+        == total
+        == (
+            sources.hit_local_tokens
+            + sources.hit_store_tokens
+            + sources.state_tokens
+            + sources.computed_tokens
+        )
     )
     assert 0 <= got.start < total
     assert got.pages <= reached

@@ -1,14 +1,14 @@
-"""Deployments without a model, for the test of the planner inside a real Serve: their load is a file's content."""
+"""Deployments without a model, for the test of the planner inside a real Serve: their load is a file's
+content."""
 
 from pathlib import Path
 from typing import Any
 
-from ray import serve
-from ray.serve import Application
-
 from cedar.cluster.autoscale_serve import DEPLOYMENTS, GATEWAY, serve_autoscaling, signals
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.directory import Load
+from ray import serve
+from ray.serve import Application
 
 
 class Stage:

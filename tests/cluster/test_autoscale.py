@@ -3,7 +3,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from cedar.cluster.autoscale import Limits, Pressure, Reading, decide
 from cedar.cluster.autoscale_serve import StagePlanner, planner_options, serve_autoscaling, signals
 from cedar.cluster.config_load import parse_config
@@ -22,26 +21,56 @@ def fresh(*values: float) -> list[Reading]:
     [
         pytest.param(2, 2, fresh(2, 2), None, 2, "steady", id="at target"),
         pytest.param(2, 2, fresh(4, 3), None, 2, "up to 4 pending", id="more, not yet"),
-        pytest.param(2, 2, fresh(4, 3), Pressure(True, NOW - 10, 4), 4, "up to 4", id="more, for long enough"),
+        pytest.param(
+            2, 2, fresh(4, 3), Pressure(True, NOW - 10, 4), 4, "up to 4", id="more, for long enough"
+        ),
         pytest.param(2, 2, fresh(4, 4), Pressure(True, NOW - 10, 3), 3, "up to 3", id="the least asked for"),
         pytest.param(4, 4, fresh(1, 1, 0, 0), None, 4, "down to 1 pending", id="fewer, not yet"),
-        pytest.param(4, 4, fresh(1, 1, 0, 0), Pressure(False, NOW - 60, 2), 2, "down to 2", id="the most asked for"),
-        pytest.param(4, 4, fresh(1, 1, 0, 0), Pressure(True, NOW - 60, 5), 4, "down to 1 pending", id="turned around"),
-        pytest.param(2, 2, fresh(9, 9), Pressure(True, NOW - 10, 9), 5, "up to 5", id="the maximum may have shrunk"),
+        pytest.param(
+            4, 4, fresh(1, 1, 0, 0), Pressure(False, NOW - 60, 2), 2, "down to 2", id="the most asked for"
+        ),
+        pytest.param(
+            4, 4, fresh(1, 1, 0, 0), Pressure(True, NOW - 60, 5), 4, "down to 1 pending", id="turned around"
+        ),
+        pytest.param(
+            2, 2, fresh(9, 9), Pressure(True, NOW - 10, 9), 5, "up to 5", id="the maximum may have shrunk"
+        ),
         pytest.param(1, 1, fresh(0), None, 1, "steady", id="never below the minimum"),
         pytest.param(5, 5, fresh(9, 9, 9, 9, 9), None, 5, "steady", id="never above the maximum"),
         pytest.param(9, 5, fresh(9), None, 5, "bounds 1..5", id="bounds at once"),
         pytest.param(0, 0, [], None, 1, "bounds 1..5", id="minimum at once"),
-        pytest.param(3, 3, [], Pressure(False, 0, 1), 3, "hold: 0 fresh readings of 3 replicas", id="silence holds"),
         pytest.param(
-            3, 3, [Reading(0, NOW - 16)] * 3, None, 3, "hold: 0 fresh readings of 3 replicas", id="stale holds"
+            3, 3, [], Pressure(False, 0, 1), 3, "hold: 0 fresh readings of 3 replicas", id="silence holds"
         ),
         pytest.param(
-            3, 3, fresh(0) + [Reading(0, 0)] * 2, None, 3, "hold: 1 fresh readings of 3 replicas", id="no quorum"
+            3,
+            3,
+            [Reading(0, NOW - 16)] * 3,
+            None,
+            3,
+            "hold: 0 fresh readings of 3 replicas",
+            id="stale holds",
         ),
-        pytest.param(3, 3, fresh(4, 4), None, 3, "up to 5 pending", id="a silent replica counts as the others' mean"),
         pytest.param(
-            4, 1, fresh(1), Pressure(False, NOW - 60, 1), 1, "down to 1", id="shrinks while replicas are pending"
+            3,
+            3,
+            fresh(0) + [Reading(0, 0)] * 2,
+            None,
+            3,
+            "hold: 1 fresh readings of 3 replicas",
+            id="no quorum",
+        ),
+        pytest.param(
+            3, 3, fresh(4, 4), None, 3, "up to 5 pending", id="a silent replica counts as the others' mean"
+        ),
+        pytest.param(
+            4,
+            1,
+            fresh(1),
+            Pressure(False, NOW - 60, 1),
+            1,
+            "down to 1",
+            id="shrinks while replicas are pending",
         ),
         pytest.param(3, 0, [], None, 3, "hold: 0 fresh readings of 0 replicas", id="nobody runs yet"),
     ],

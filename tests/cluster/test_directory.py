@@ -1,5 +1,4 @@
 import pytest
-
 from cedar.cluster.announcer import Announcer
 from cedar.cluster.directory import DirectoryState, Load, View, Worker, counts, merge_views
 from cedar.cluster.directory_client import LocalDirectory

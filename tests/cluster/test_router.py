@@ -1,7 +1,6 @@
 from collections import Counter
 
 import pytest
-
 from cedar.cluster.directory import Load, View, Worker
 from cedar.cluster.router import Affinity, RoutingPolicy, candidates, choose, choose_by_hash
 
@@ -24,18 +23,27 @@ def pick(workers: list[Worker], **facts: object) -> str | None:
         pytest.param([], {}, None, id="nobody"),
         pytest.param([prefill("a", 2), prefill("b", 1)], {}, "b", id="least busy"),
         pytest.param([prefill("a", 2), prefill("b", 1)], {"pages": {"a": 3}}, "a", id="locality first"),
+        pytest.param([prefill("a"), prefill("b")], {"pages": {"a": 3, "b": 4}}, "b", id="most leading pages"),
         pytest.param(
-            [prefill("a"), prefill("b")], {"pages": {"a": 3, "b": 4}}, "b", id="most leading pages"
+            [prefill("a", 6), prefill("b", 1)], {"pages": {"a": 3}}, "b", id="too busy for locality"
         ),
-        pytest.param([prefill("a", 6), prefill("b", 1)], {"pages": {"a": 3}}, "b", id="too busy for locality"),
-        pytest.param([prefill("a", 5), prefill("b", 1)], {"pages": {"a": 3}}, "a", id="busy within the slack"),
+        pytest.param(
+            [prefill("a", 5), prefill("b", 1)], {"pages": {"a": 3}}, "a", id="busy within the slack"
+        ),
         pytest.param([prefill("a"), prefill("b")], {"picked": {"a": 7, "b": 5}}, "b", id="equals take turns"),
         pytest.param([prefill("a"), prefill("b")], {"picked": {"a": 7}}, "b", id="never picked goes first"),
         pytest.param([prefill("a"), prefill("b")], {"excluded": {("a", 1)}}, "b", id="just failed"),
-        pytest.param([prefill("a"), prefill("b")], {"excluded": {("a", 0)}}, "a", id="an earlier incarnation failed"),
+        pytest.param(
+            [prefill("a"), prefill("b")], {"excluded": {("a", 0)}}, "a", id="an earlier incarnation failed"
+        ),
         pytest.param([prefill("a")], {"suspected": frozenset({("a", 1)})}, None, id="suspected"),
         pytest.param([prefill("a", draining=True)], {}, None, id="draining"),
-        pytest.param([prefill("a"), prefill("b")], {"in_flight": {"a": 3}}, "b", id="own requests count before heartbeats"),
+        pytest.param(
+            [prefill("a"), prefill("b")],
+            {"in_flight": {"a": 3}},
+            "b",
+            id="own requests count before heartbeats",
+        ),
         pytest.param(
             [prefill("a", fingerprint=b"old"), prefill("b", 9, fingerprint=b"new")],
             {"fingerprint": b"new"},

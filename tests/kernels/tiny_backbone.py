@@ -1,4 +1,4 @@
-"""One layer of the golden checkpoint, built from the public kernels alone, fed what the layer before it gave."""
+"""One layer of the golden checkpoint, built from the public kernels alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
-
 from cedar.kernels.compress import Entries, EntryPlanes, compress_entries, pool_groups, write_entries
 from cedar.kernels.engram_gate import engram_gate
 from cedar.kernels.experts import grouped_experts, swiglu
@@ -25,6 +23,7 @@ from cedar.kernels.rope import YarnParams, apply_rope, rope_frequencies
 from cedar.kernels.router import route
 from cedar.kernels.select import block_positions, candidate_blocks, take_candidates, top_k
 from cedar.kernels.sparse_attention import sparse_attention
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v41-tiny"
 PAGE_TOKENS = 32
@@ -39,7 +38,8 @@ def config() -> dict:
 def weights() -> dict[str, torch.Tensor]:
     tensors = load_file(GOLDEN / "model-00001-of-00001.safetensors")
     return {
-        name: t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t for name, t in tensors.items()
+        name: t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t
+        for name, t in tensors.items()
     }
 
 
@@ -75,7 +75,12 @@ class LayerOutput(NamedTuple):
 def planes(ratio: int) -> tuple[EntryPlanes, int]:
     """Planes of one source's page and its bytes."""
     c, rows, offset, made = config(), PAGE_TOKENS // ratio, 0, []
-    for row_bytes in (c["head_dim"] // 2, c["head_dim"] // 16, c["index_head_dim"] // 2, c["index_head_dim"] // 32):
+    for row_bytes in (
+        c["head_dim"] // 2,
+        c["head_dim"] // 16,
+        c["index_head_dim"] // 2,
+        c["index_head_dim"] // 32,
+    ):
         made.append(Plane(offset, row_bytes, rows))
         offset = -(-(offset + row_bytes * rows) // 16) * 16
     return EntryPlanes(*made), offset
@@ -150,7 +155,9 @@ def select(
     if layer <= c["candidate_source_layer_id"]:
         scores = index_scores(*pack_fp4_e8m0(q), head_weights, *where, visible)
         if layer == c["candidate_source_layer_id"]:
-            pool = block_positions(candidate_blocks(scores, visible, block, c["candidate_topk_blocks"]), block, visible)
+            pool = block_positions(
+                candidate_blocks(scores, visible, block, c["candidate_topk_blocks"]), block, visible
+            )
         return Selection(top_k(scores, c["index_topk"]), pool)
     scores = index_scores_gathered(*pack_fp4_e8m0(q), head_weights, *where, pool)
     return Selection(take_candidates(pool, top_k(scores, c["index_topk"])), pool)
@@ -178,7 +185,13 @@ def engram(stream: torch.Tensor, layer: int, rows: torch.Tensor, is_image: torch
     found = dequantize_fp8(w[p + "embed.weight"][rows], w[p + "embed.scale"][rows]).flatten(1)
     wide = fp8(found, p + "wkv").view(found.shape[0], c["hc_mult"] + 1, c["hidden_size"])
     return engram_gate(
-        stream, wide[:, :-1].contiguous(), wide[:, -1].contiguous(), w[p + "q_weight"], w[p + "k_weight"], is_image, c["rms_norm_eps"]
+        stream,
+        wide[:, :-1].contiguous(),
+        wide[:, -1].contiguous(),
+        w[p + "q_weight"],
+        w[p + "k_weight"],
+        is_image,
+        c["rms_norm_eps"],
     )
 
 
@@ -218,7 +231,14 @@ def run_layer(
         pool = selection.pool if selection is not None else None
         selection = select(x, q_latent, positions, layer, ratio, freqs, memory, pool)
     if ratio:
-        where = (memory.pages, memory.planes.main_payload, memory.planes.main_scales, memory.table, seq, selection.entries)
+        where = (
+            memory.pages,
+            memory.planes.main_payload,
+            memory.planes.main_scales,
+            memory.table,
+            seq,
+            selection.entries,
+        )
     else:
         where = (None,) * 6
     o = sparse_attention(q, *where, window, window_rows(tokens), w[p + "attn.attn_sink"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from cedar.model.chat import BuiltinChatFormat, ChatOptions, ImagePart, Message, SpecialTokens, ToolCall
 from cedar.model.prompt_errors import ChatError, TokenizerError
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 TOKENIZER = Tokenizer.load(Storage(str(GOLDEN)))
@@ -130,6 +129,12 @@ def test_parts_are_joined_by_a_blank_line_and_images_come_in_order():
     )
     assert encoded.images == (b"one", b"two")
     assert encoded.ids.count(3) == 2
+
+
+def test_messages_of_one_side_in_a_row_are_one_turn():
+    assert text_of([user("U"), user("V")], PLAIN) == text_of([user("U", "V")], PLAIN)
+    two = [system("S"), system("T"), user("U")]
+    assert text_of(two, PLAIN) == f"{BEGIN}<｜System｜>S\n\nT<｜User｜>U<｜Assistant｜></think>"
 
 
 @given(st.lists(st.sampled_from([*TOKENIZER.control_tokens, "x", "\n"]), min_size=1).map("".join))

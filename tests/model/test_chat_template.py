@@ -7,9 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from cedar.model.chat import (
     BuiltinChatFormat,
     ChatOptions,
@@ -22,6 +19,8 @@ from cedar.model.chat_template import TemplateChatFormat, find_chat_template, lo
 from cedar.model.prompt_errors import ChatError, ChatTemplateError
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 TOKENIZER = Tokenizer.load(Storage(str(GOLDEN)))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from cedar.model.detokenize import Detokenizer, StopMatcher, cut_at_stop
 from cedar.model.prompt_errors import SamplingError
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 TOKENIZER = Tokenizer.load(Storage(str(GOLDEN)))

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
-
 from cedar.model.config import parse_config
 from cedar.model.engram_ids import compressed_ids, hash_plans, text_normaliser
 from cedar.model.prompt_errors import EngramTableError
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 CONFIG = parse_config((GOLDEN / "config.json").read_bytes())

@@ -12,11 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
-from safetensors.torch import load_file
-
 from cedar.model.config import VisionConfig, parse_config
 from cedar.model.images import (
     ImageLimits,
@@ -29,6 +24,10 @@ from cedar.model.images import (
     token_types,
 )
 from cedar.model.prompt_errors import ImageError
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 TINY = parse_config((GOLDEN / "config.json").read_bytes()).vision

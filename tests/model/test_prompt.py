@@ -6,16 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file
-
 from cedar.model.chat import ChatOptions, ImagePart, Message
 from cedar.model.config import parse_config
 from cedar.model.images import PlannedImage, describe_image, plan_image
 from cedar.model.prompt import Prompt, PromptFormat, PromptLimits, build_prompt
 from cedar.model.prompt_errors import ImageError, PromptError
 from cedar.model.state import ImageSpan
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 CONFIG = parse_config((GOLDEN / "config.json").read_bytes())

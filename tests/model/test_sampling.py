@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from cedar.model import sampling
 from cedar.model.prompt_errors import LogitsError, SamplingError
 from cedar.model.sampling import SampledToken, SamplingParams, sample, sample_batch, uniform
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 LOGITS = torch.randn(64, 40, generator=torch.manual_seed(7)) * 2
 
@@ -159,6 +158,22 @@ def filtered(logits: list[float], params: SamplingParams) -> list[float]:
 
 def chi_square(counts: list[int], expected: list[float]) -> float:
     return sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    for top_p, kept in [(0.5, 2), (0.51, 3), (0.75, 3), (0.25, 1), (0.01, 1)]:
+        params = SamplingParams(top_p=top_p, seed=3)
+        drawn = sample_batch(torch.zeros(200, 4), [params] * 200, range(200))
+        assert {token.id for token in drawn} == set(range(kept))
+
+
+def test_ties_beyond_the_ranked_candidates_go_to_the_lower_id():
+    logits = torch.zeros(60, 5000)
+    logits[:, 4000] = 1.0
+    params = SamplingParams(top_k=4, seed=3, logprobs=4)
+    tokens = sample_batch(logits, [params] * 60, range(60))
+    assert {token.id for token in tokens} == {4000, 0, 1, 2}
+    assert all([i for i, _ in token.top] == [4000, 0, 1, 2] for token in tokens)
 
 
 def test_log_probabilities_are_of_the_plain_distribution():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from cedar.model.spelling import SpellingGuard, spelling_pattern
 from hypothesis import given
 from hypothesis import strategies as st
-
-from cedar.model.spelling import SpellingGuard, spelling_pattern
 
 TOKENS = ["<a>", "</a>", "<｜User｜>", "<｜Username｜>", "｜D｜", "<｜place▁no▁1｜>", "<｜place▁no▁2｜>"]
 GUARD = SpellingGuard(TOKENS)
@@ -27,6 +26,16 @@ def test_the_pattern_is_leftmost_and_longest():
 def test_no_spellings_match_nothing():
     assert spelling_pattern([]).findall("anything") == []
     assert SpellingGuard([]).mark("anything", MARK) == "anything"
+
+
+@given(st.sampled_from(TOKENS), st.data())
+def test_a_token_split_over_a_template_and_guarded_text_is_broken(token, data):
+    start = data.draw(st.integers(0, len(token) - 1))
+    end = data.draw(st.integers(start + 1, len(token)))
+    space = data.draw(st.sampled_from(["", " ", "\n"]))
+    guarded = GUARD.mark(space + token[start:end] + space, MARK)
+    assert token not in token[:start] + guarded + token[end:]
+    assert token not in token[:start] + guarded.strip() + token[end:]
 
 
 @given(texts, texts, texts)

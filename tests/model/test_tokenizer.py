@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file
-
 from cedar.model.errors import CheckpointError
 from cedar.model.prompt_errors import TokenizerError
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Control, Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 SOURCE = (GOLDEN / "tokenizer.json").read_bytes()

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
 from cedar.model.config import parse_config
 from cedar.model.errors import CheckpointError
 from cedar.model.images import NEWLINE, SLOT, plan_image, prepare_image, token_types
 from cedar.model.prompt_errors import ImageError
 from cedar.model.vision import VisionTower, rope_tables, rotate_half
+from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 CONFIG = parse_config((GOLDEN / "config.json").read_bytes())

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,7 +32,7 @@ class Gateway(generation_pb2_grpc.GenerationServicer):
         self.endless = False
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         self.requests.append(request)
         if self.status is not None:
@@ -50,7 +51,7 @@ class Gateway(generation_pb2_grpc.GenerationServicer):
         yield generation_pb2.GenerateResponse(finished=finished)
 
     async def Cancel(
-        self, request: generation_pb2.CancelRequest, context: grpc.aio.ServicerContext
+        self, request: generation_pb2.CancelRequest, context: Any
     ) -> generation_pb2.CancelResponse:
         self.cancelled.append(request.request_id)
         return generation_pb2.CancelResponse(found=True)

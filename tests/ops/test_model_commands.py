@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cedar.model.comparison import TensorResult
 from cedar.ops import cli, model_verify
+from safetensors.torch import load_file, save_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v41-tiny"
 
@@ -67,18 +68,37 @@ def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.Cap
     assert words in capsys.readouterr().err
 
 
-def test_verify_prints_the_error_of_each_tensor(capsys: pytest.CaptureFixture[str]) -> None:
-    expected = GOLDEN / "expected_ced.safetensors"
+@pytest.fixture
+def expected(tmp_path: Path) -> Path:
+    """The prompt's logits of one section: the smallest file worth a run."""
+    saved = load_file(GOLDEN / "expected_ced.safetensors")
+    path = tmp_path / "expected.safetensors"
+    logits, tokens = saved["short/logits"][:3].contiguous(), saved["short/tokens"][:2].contiguous()
+    kept = {name: saved[name] for name in ("short/input_ids", "short/full_logits")}
+    save_file({**kept, "short/logits": logits, "short/tokens": tokens}, path)
+    return path
+
+
+def test_verify_prints_the_error_of_each_tensor(expected: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["model", "verify", str(GOLDEN), "--expected", str(expected)]) == 0
     out = capsys.readouterr().out
-    assert "long/full_logits" in out
-    assert "0 over tolerance" in out
+    assert "short/full_logits" in out
+    assert "3 tensors compared, 3 of them equal bit for bit, 0 over tolerance" in out
+
+
+def test_verify_json(expected: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["model", "verify", str(GOLDEN), "--expected", str(expected), "--json"]) == 0
     tensors = json.loads(capsys.readouterr().out)["tensors"]
-    assert all(tensor["exact"] for tensor in tensors if tensor["passed"] is not None)
+    assert {tensor["name"]: tensor["exact"] for tensor in tensors if tensor["passed"] is not None} == {
+        "short/full_logits": True,
+        "short/logits": True,
+        "short/tokens": True,
+    }
 
 
-def test_verify_fails_on_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_fails_on_other_weights(
+    expected: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(GOLDEN, checkpoint)
     (shard,) = checkpoint.glob("model-*.safetensors")
@@ -87,7 +107,6 @@ def test_verify_fails_on_other_weights(tmp_path: Path, capsys: pytest.CaptureFix
     begin, end = json.loads(content[8 : 8 + header])["norm.weight"]["data_offsets"]
     content[8 + header + begin : 8 + header + end : 2] = b"\x55" * ((end - begin) // 2)
     shard.write_bytes(content)
-    expected = GOLDEN / "expected_ced.safetensors"
     assert cli.main(["model", "verify", str(checkpoint), "--expected", str(expected)]) == 1
     assert "OVER" in capsys.readouterr().out
 

@@ -1,17 +1,44 @@
-"""Reads one GetPages answer: checks every frame and every value, and stops at the first that is not right."""
+"""Pages on the wire: the frames of a put, and the checked values of a GetPages answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Final
 
 from cedar.kvstore.errors import CorruptValue, FrameError
-from cedar.kvstore.frames import FrameKind, decode_frame
+from cedar.kvstore.frames import FRAME_BYTES, FrameKind, decode_frame, encode_frame
 from cedar.kvstore.header import HEADER_BYTES, verify_value
 from cedar.kvstore.keys import KEY_BYTES, split_keys
 from cedar.v1 import store_pb2
 from google.protobuf.message import DecodeError
+
+MAX_PAGES_A_FRAME: Final = 256
+
+
+def page_frames(
+    keys: Sequence[bytes], values: Sequence[bytes], *, first_page: int, tenant: bytes
+) -> Iterator[bytes]:
+    """Frames of sealed values of consecutive pages, each about FRAME_BYTES of values of one size."""
+    start = 0
+    while start < len(keys):
+        size = len(values[start])
+        end = start + 1
+        while (
+            end < len(keys)
+            and len(values[end]) == size
+            and (end - start + 1) * size <= FRAME_BYTES
+            and end - start < MAX_PAGES_A_FRAME
+        ):
+            end += 1
+        meta = store_pb2.StoredMeta(
+            page_keys=b"".join(keys[start:end]),
+            value_bytes=size,
+            first_page=first_page + start,
+            tenant=tenant,
+        )
+        yield encode_frame(FrameKind.PAGES, meta, *values[start:end])
+        start = end
 
 
 async def verified_values(

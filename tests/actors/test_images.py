@@ -1,0 +1,122 @@
+"""Images through Encoder, Prefill and Decode."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cedar.actors.encoder_worker import FeatureCache, Features
+from cedar.model.images import PlannedImage
+from cedar.model.prompt import PromptLimits, build_prompt
+from cedar.v1.stages_pb2 import EncodeRequest, FeatureSource, FeaturesRequest
+
+IMAGE = (Path(__file__).parent.parent / "golden" / "v41-tiny" / "image.png").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def pictured(network: Any, prompt: Any) -> Any:
+    """(ids, spans, features) of a prompt with the golden image in the middle."""
+    prepared = network.prepare(IMAGE)
+    token = network.config.image_token_id
+    planned = PlannedImage(plan=prepared.plan, content_hash=prepared.content_hash)
+    limits = PromptLimits.of(network.config)
+    built = build_prompt([*prompt(30, 30), token, *prompt(31, 25)], [planned], limits)
+    return built.ids, built.images, {prepared.content_hash: network.encode_image(prepared)}
+
+
+async def test_a_prompt_with_an_image(rig: Any, single: Any, pictured: Any) -> None:
+    ids, spans, features = pictured
+    async with rig(encoder=True) as cluster:
+        source = await cluster.encode(IMAGE)
+        reply = await cluster.generate(cluster.request(ids, 5, images=spans, features=[source]))
+        assert reply.ids == single.cold(ids, 5, images=spans, features=features)
+        assert (
+            reply.done.traffic.feature_bytes_sent == spans[0].length * cluster.network.config.hidden_size * 2
+        )
+        # With the image inside hit pages its features are not fetched again.
+        pages = spans[0].end // 32 + 1
+        assert len(ids) >= pages * 32
+        again = await cluster.generate(cluster.request(ids, 2, images=spans))
+        assert again.sources.hit_local_tokens == len(ids) // 32 * 32
+        assert again.done.traffic.feature_bytes_sent == 0
+
+
+async def test_equal_images_are_encoded_once_also_at_the_same_time(rig: Any) -> None:
+    async with rig(encoder=True) as cluster:
+        await asyncio.gather(*(cluster.encode(IMAGE) for _ in range(4)))
+        assert cluster.encoder.counters["images_encoded"] == 1
+        stub = cluster.stub(cluster.encoder.address, "Encode")
+        content_hash = cluster.network.prepare(IMAGE).content_hash
+        answer = await stub.Encode(EncodeRequest(image=IMAGE, content_hash=content_hash), timeout=10)
+        assert answer.cached
+        assert (answer.rows * (answer.columns + 1) + 2) * 128 * 2 == answer.feature_bytes
+
+
+@pytest.mark.parametrize(
+    ("image", "content_hash", "words"),
+    [
+        (b"not an image", b"\x01" * 32, "image"),
+        (IMAGE[:200], b"\x01" * 32, "image"),
+        (IMAGE, b"\x01" * 32, "content_hash"),
+        (IMAGE, b"short", "32 bytes"),
+    ],
+)
+async def test_bad_images_are_the_callers_fault(
+    rig: Any, image: bytes, content_hash: bytes, words: str
+) -> None:
+    async with rig(encoder=True) as cluster:
+        stub = cluster.stub(cluster.encoder.address, "Encode")
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as failure:
+            await stub.Encode(EncodeRequest(image=image, content_hash=content_hash), timeout=10)
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_features_that_are_gone_are_said_to_be(rig: Any, pictured: Any) -> None:
+    ids, spans, _ = pictured
+    async with rig(encoder=True) as cluster:
+        stub = cluster.stub(cluster.encoder.address, "Encode")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in stub.GetFeatures(FeaturesRequest(content_hash=spans[0].content_hash), timeout=10):
+                pass
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+        source = FeatureSource(content_hash=spans[0].content_hash, encoder_address=cluster.encoder.address)
+        for features, code in (([source], grpc.StatusCode.NOT_FOUND), ([], grpc.StatusCode.INVALID_ARGUMENT)):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await cluster.generate(cluster.request(ids, 5, images=spans, features=features))
+            assert failure.value.code() is code
+        await cluster.idle()
+
+
+async def test_an_encoder_that_is_not_there_is_unavailable_in_time(rig: Any, pictured: Any) -> None:
+    ids, spans, _ = pictured
+    async with rig(prefill={"features_timeout_s": 0.5}) as cluster:
+        gone = FeatureSource(content_hash=spans[0].content_hash, encoder_address="127.0.0.1:1")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster.generate(cluster.request(ids, 5, images=spans, features=[gone]))
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(failure.value.trailing_metadata())["cedar-stage"] == "encoder"
+
+
+def test_the_feature_cache_keeps_to_its_bytes_and_its_time() -> None:
+    now = [0.0]
+    cache = FeatureCache(100, 10.0, lambda: now[0])
+
+    def features(size: int) -> Features:
+        return Features(bytes(size), 1, size // 2, 1, 1)
+
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, features(40))
+    assert cache.get(b"a") is None, "the oldest went"
+    assert cache.bytes == 80
+    cache.put(b"huge", features(101))
+    assert cache.get(b"huge") is None
+    assert len(cache) == 2
+    now[0] = 6.0
+    assert cache.get(b"b") is not None
+    now[0] = 11.0
+    assert cache.get(b"c") is None, "not used for ten seconds"
+    assert cache.get(b"b") is not None
+    assert cache.bytes == 40

@@ -1,0 +1,126 @@
+"""Requests with a real store node: second turns, evicted state, damaged and absent stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cedar.model.state import SequenceState
+from cedar.v1.stages_pb2 import WindowRef
+
+
+def second_turn(single: Any, first: list[int], reply: list[int], more: list[int], count: int) -> list[int]:
+    """The same conversation in one process, the state simply kept: what a restored record must equal."""
+    network = single.network
+    memory, seq = network.own_sequence(list(first), len(reply) + len(more) + count)
+    assert single.run(memory, seq, len(reply)) == reply
+    again = SequenceState(
+        slot=0,
+        pages=seq.pages,
+        ids=[*first, *reply, *more],
+        length=seq.length,
+        encoder_start=seq.encoder_start,
+        decoder_start=seq.decoder_start,
+    )
+    return single.run(memory, again, count)  # type: ignore[no-any-return]
+
+
+async def test_a_second_turn_resumes_from_the_window_record(rig: Any, single: Any, prompt: Any) -> None:
+    ids, more = prompt(20, 75), prompt(21, 40)
+    async with rig(store=True, decodes=2) as cluster:
+        first = await cluster.generate(cluster.request(ids, 7))
+        assert first.end.state_stored
+        assert first.done.traffic.pages_stored == 2
+        assert (first.end.pages_sealed, first.end.pages_stored) == (0, 0)
+        longer = [*ids, *first.ids, *more]
+        found = await cluster.offer(longer)
+        assert found["hit_pages"] == 2
+        assert found["window"].tokens == 81
+        reply = await cluster.generate(cluster.request(longer, 6, decode=1, **found), decode=1)
+        sources = reply.sources
+        assert sources.state_restored
+        assert (sources.hit_local_tokens, sources.state_tokens, sources.computed_tokens) == (64, 17, 41)
+        assert reply.ids == second_turn(single, ids, first.ids, more, 6)
+        assert reply.encoder_start == 0
+        # A third turn, from the record of the second, on a worker that has nothing in memory.
+        cluster.prefill.parts.engine.pages.drop_cached()
+        longest = [*longer, *reply.ids, *prompt(22, 9)]
+        found = await cluster.offer(longest)
+        third = await cluster.generate(cluster.request(longest, 3, **found))
+        assert third.sources.state_restored
+        assert third.sources.hit_store_tokens == found["hit_pages"] * 32
+        assert third.done.traffic.pages_sealed > 0
+
+
+async def test_without_its_window_record_a_hit_from_the_store_replays(
+    rig: Any, single: Any, prompt: Any
+) -> None:
+    ids = prompt(23, 75)
+    longer = [*ids, *prompt(24, 30)]
+    async with rig(store=True) as cluster:
+        await cluster.generate(cluster.request(ids, 2))
+        cluster.prefill.parts.engine.pages.drop_cached()
+        gone = WindowRef(page_key=cluster.keys(ids)[1], tokens=76, digest=b"\x01" * 32)
+        reply = await cluster.generate(cluster.request(longer, 6, hit_pages=2, window=gone))
+        sources = reply.sources
+        assert not sources.state_restored
+        assert (sources.hit_store_tokens, sources.computed_tokens, sources.replayed_tokens) == (64, 41, 16)
+        assert reply.ids == single.replayed(longer, 2, 6)
+        assert cluster.prefill.counters["store_windows_missed"] == 1
+
+
+async def test_a_promise_that_the_store_does_not_keep_is_a_shorter_hit(
+    rig: Any, single: Any, prompt: Any
+) -> None:
+    ids = prompt(23, 75)
+    longer = [*ids, *prompt(24, 30)]
+    async with rig(store=True) as cluster:
+        await cluster.generate(cluster.request(ids, 2))
+        cluster.prefill.parts.engine.pages.drop_cached()
+        reply = await cluster.generate(cluster.request(longer, 6, hit_pages=3))
+        assert reply.sources.hit_store_tokens == 64
+        assert reply.ids == single.replayed(longer, 2, 6)
+        other = prompt(25, 70)
+        cold = await cluster.generate(cluster.request(other, 3, hit_pages=2))
+        assert cold.sources.hit_store_tokens == 0
+        assert cold.ids == single.cold(other, 3)
+
+
+async def test_pages_sealed_while_decoding_reach_the_store(rig: Any, single: Any, prompt: Any) -> None:
+    ids = prompt(26, 60)
+    async with rig(store=True) as cluster:
+        first = await cluster.generate(cluster.request(ids, 8))
+        assert (first.end.pages_sealed, first.end.pages_stored) == (1, 1)
+        longer = [*ids, *first.ids, *prompt(27, 20)]
+        found = await cluster.offer(longer)
+        assert found["hit_pages"] == 2
+        reply = await cluster.generate(cluster.request(longer, 3, hit_pages=2))
+        # The second page came from Decode through the store: Prefill had only computed the first.
+        assert (reply.sources.hit_local_tokens, reply.sources.hit_store_tokens) == (32, 32)
+
+
+async def test_a_dead_store_is_only_a_miss(rig: Any, single: Any, prompt: Any) -> None:
+    ids = prompt(28, 75)
+    async with rig(store=True) as cluster:
+        await cluster.store.stop(0)
+        cluster.store = None
+        window = WindowRef(page_key=cluster.root, tokens=20, digest=b"\x01" * 32)
+        reply = await cluster.generate(cluster.request(ids, 4, hit_pages=2, window=window))
+        assert reply.ids == single.cold(ids, 4)
+        assert reply.sources.computed_tokens == 75
+        assert not reply.end.state_stored
+        assert reply.done.traffic.pages_stored == 0
+
+
+async def test_a_store_that_appears_later_is_used(rig: Any, prompt: Any) -> None:
+    ids = prompt(28, 75)
+    async with rig(store=True) as cluster:
+        cluster.prefill.set_store(None)
+        cluster.decode.set_store(None)
+        first = await cluster.generate(cluster.request(ids, 2))
+        assert not first.end.state_stored
+        cluster.prefill.parts.engine.pages.drop_cached()
+        cluster.prefill.set_store(cluster.store.address)
+        cluster.decode.set_store(cluster.store.address)
+        second = await cluster.generate(cluster.request(ids, 2))
+        assert second.end.state_stored
+        assert second.done.traffic.pages_stored == 2
