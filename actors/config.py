@@ -9,7 +9,8 @@ class WorkerConfig(BaseModel):
     """What every worker needs to know.
 
     ``port`` 0 picks a free one. ``threads`` are torch's threads inside one operation. ``drain_s`` bounds how
-    long ``stop()`` waits for running requests before it cancels them.
+    long ``stop()`` waits for running requests before it cancels them. A call on the engine's thread that
+    takes longer than ``stuck_s`` makes the worker unhealthy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,6 +21,7 @@ class WorkerConfig(BaseModel):
     device: str = "cpu"
     threads: int = Field(default=1, ge=1)
     drain_s: float = Field(default=30.0, ge=0)
+    stuck_s: float = Field(default=300.0, gt=0)
     retry_after_ms: int = Field(default=250, ge=1)
 
 

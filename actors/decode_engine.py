@@ -1,7 +1,7 @@
 """Continuous batching: one forward a step for every running sequence, on the engine's own thread.
 
 The thread owns the running sequences; the loop's thread owns pages, slots and logs. They talk through calls
-(add, cancel, restore, drop) that run between steps, and events, one list a step, in order.
+(add, cancel, restore, shut) that run between steps, and events, one list a step, in order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cedar.actors.engine_thread import EngineThread
+from cedar.actors.errors import Unavailable
 from cedar.actors.network_memory import NetworkMemory
 from cedar.actors.sampling import stage_token
 from cedar.actors.scheduler import finish_reason
@@ -81,6 +82,7 @@ class DecodeEngine:
         self._thread = thread
         self._sink = sink
         self._running: dict[str, Generation] = {}
+        self._closed = False
         self.steps = 0
         self.tokens = 0
         self.largest_batch = 0
@@ -89,6 +91,8 @@ class DecodeEngine:
         """Start decoding a sequence whose state is in place."""
 
         def enter() -> None:
+            if self._closed:
+                raise Unavailable("the decode engine has stopped")
             self._running[generation.request_id] = generation
 
         await self._thread.call(enter)
@@ -135,12 +139,13 @@ class DecodeEngine:
         """Forget a sequence, without an event."""
         await self._thread.call(lambda: self._running.pop(request_id, None))
 
-    async def drop_all(self) -> None:
-        """Forget every sequence, without events: their owner lets go of them."""
-        await self._thread.call(self.clear)
+    async def shut(self) -> None:
+        """Forget every sequence, without events, and take no more: their owner lets go of them."""
+        await self._thread.call(self.close)
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """The same, on the engine's thread."""
+        self._closed = True
         self._running.clear()
 
     def _sample(self, batch: Sequence[Generation], logits: object) -> list[SampledToken | None]:

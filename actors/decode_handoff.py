@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
 from cedar.actors import scheduler
-from cedar.actors.decode_engine import Generation
+from cedar.actors.decode_engine import Ended, Generation
 from cedar.actors.decode_requests import DecodeRequest
 from cedar.actors.errors import (
     Cancelled,
@@ -216,6 +216,7 @@ async def _enter(
         raise Corrupt("the state record is not of this model and sequence")
     state = _sequence(request, prompt)
     await worker.engine.restore(state, record)
+    request.begun = worker.table.clock()
     request.after_replay = window.encoder_start > 0
     position = len(state.ids)
     state.ids.append(token.id)
@@ -238,7 +239,9 @@ async def _enter(
         await worker.engine.add(generation)
     else:
         worker.free(request)
-        worker.finish(request, reason, "", state.ids, state.length, record)
+        worker.events.ended(
+            request, Ended(request.request_id, reason, "", tuple(state.ids), state.length, record)
+        )
 
 
 def _sequence(request: DecodeRequest, prompt: WirePrompt) -> SequenceState:

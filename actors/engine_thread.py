@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,11 +41,17 @@ class EngineThread:
         self._condition = threading.Condition()
         self._closing = False
         self._awake = False
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def busy_s(self) -> float:
+        """How long the call or step that runs now has been running; 0 when none does."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def wake(self) -> None:
         """Say that ``step`` may have work."""
@@ -95,12 +102,14 @@ class EngineThread:
         torch.set_num_threads(self._threads)
         stepping = self._step is not None
         while True:
+            self._busy_since = None
             with self._condition:
                 while not self._calls and not self._awake and not self._closing:
                     self._condition.wait()
                 if self._closing:
                     return
                 queued = self._calls.popleft() if self._calls else None
+            self._busy_since = time.monotonic()
             if queued is not None:
                 _perform(*queued)
                 continue

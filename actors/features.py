@@ -35,20 +35,19 @@ async def fetch_features(
     have expired there, Corrupt when they are not what was asked for; all errors name the encoder stage.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlinePassed(f"encoder: no features within {timeout_s:g} s", stage=_ENCODER)
+    failure: StageError = DeadlinePassed(f"encoder: no features within {timeout_s:g} s", stage=_ENCODER)
+    while (left := deadline - time.monotonic()) > 0:
         try:
             async with channels.to(address) as channel:
                 stub = ServiceStub(channel, stages_pb2.DESCRIPTOR.services_by_name["Encode"])
                 frames = stub.GetFeatures(FeaturesRequest(content_hash=content_hash), timeout=left)
                 return await _gather(frames, content_hash, rows, width)
         except grpc.aio.AioRpcError as error:
-            failure: StageError = from_status(error, _ENCODER)
-            if not isinstance(failure, Unavailable) or deadline - time.monotonic() < 2 * _RETRY_S:
+            failure = from_status(error, _ENCODER)
+            if not isinstance(failure, Unavailable):
                 raise failure from None
         await asyncio.sleep(_RETRY_S)
+    raise failure
 
 
 async def _gather(frames: AsyncIterator[bytes], content_hash: bytes, rows: int, width: int) -> bytes:

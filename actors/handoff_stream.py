@@ -23,10 +23,11 @@ _DECODE = "decode"
 
 
 class HandoffStream:
-    """One request's way to its Decode worker. Every wait ends after ``patience_s``.
+    """One request's way to its Decode worker, as an async context. Every wait ends after ``patience_s``.
 
     ``offer`` names pages that are complete; a task of its own seals and sends them, so that neither the
-    network's thread nor the prompt's chunks wait for the peer. Whoever opens a stream closes it.
+    network's thread nor the prompt's chunks wait for the peer. Leaving the context before ``finish`` tells
+    Decode why, and Decode frees what it reserved.
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, patience_s: float, heartbeat_s: float) -> None:
@@ -41,6 +42,12 @@ class HandoffStream:
         self.pages_sent = 0
         self.page_bytes_sent = 0
         self.state_bytes_sent = 0
+
+    async def __aenter__(self) -> HandoffStream:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self._close(str(error) if isinstance(error, StageError) else "it broke off")
 
     async def open(self, header: HandoffHeader, timeout_s: float | None) -> None:
         """Ask for room. Busy when Decode has none, Mismatch when it is not the one meant, else Unavailable.
@@ -87,8 +94,7 @@ class HandoffStream:
         if self._sender is not None:
             self._sender.cancel()
 
-    async def close(self, reason: str = "") -> None:
-        """End the stream. Before ``finish`` this tells Decode why, and Decode frees what it reserved."""
+    async def _close(self, reason: str) -> None:
         self.stop_sending()
         if self._sender is not None and not self._sender.done():
             await asyncio.wait([self._sender])
@@ -97,7 +103,7 @@ class HandoffStream:
         if self._call is None or self._done:
             return
         with suppress(StageError):
-            frame = encode_frame(FrameKind.HANDOFF_FAILED, HandoffFailed(reason=reason or "prefill gave up"))
+            frame = encode_frame(FrameKind.HANDOFF_FAILED, HandoffFailed(reason=reason))
             await self._wait(self._call.write(frame), within_s=1.0)
             await self._wait(self._call.done_writing(), within_s=1.0)
             await self._wait(self._call.read(), within_s=1.0)

@@ -29,6 +29,7 @@ from cedar.actors.store_link import StoreLink
 from cedar.actors.store_writer import Receipt
 from cedar.actors.wire_prompt import WirePrompt
 from cedar.kvstore.header import FLAG_AFTER_REPLAY, seal_value
+from cedar.kvstore.keys import KEY_BYTES
 from cedar.v1.common_pb2 import Traffic
 from cedar.v1.stages_pb2 import HandoffHeader, PrefillAdmitted, PrefillDone, PrefillEvent, PrefillRequest
 
@@ -71,6 +72,7 @@ class PrefillRun:
                 request.sampling.max_tokens,
                 f"above the {self._prompt.generated} generated",
             )
+        self._check_references()
         resumed = self._prompt.generated > 0
         self._first_start = request.encoder_start if resumed else None
         self._features = {source.content_hash: source.encoder_address for source in request.features}
@@ -83,10 +85,11 @@ class PrefillRun:
         parts, request = self._parts, self._request
         async with AsyncExitStack() as stack:
             channel = await stack.enter_async_context(parts.channels.to(request.decode_address))
-            handoff = HandoffStream(
-                channel, patience_s=parts.config.handoff_timeout_s, heartbeat_s=parts.config.heartbeat_s
+            handoff = await stack.enter_async_context(
+                HandoffStream(
+                    channel, patience_s=parts.config.handoff_timeout_s, heartbeat_s=parts.config.heartbeat_s
+                )
             )
-            stack.push_async_callback(handoff.close)
             lease = await self._admit()
             try:
                 await handoff.open(self._header(), self._time_left())
@@ -109,6 +112,16 @@ class PrefillRun:
                 handoff_s=self._handoff_s,
             )
         )
+
+    def _check_references(self) -> None:
+        request = self._request
+        for field in ("request_id", "decode_address"):
+            if not getattr(request, field):
+                raise InvalidRequest(field, "", "must not be empty")
+        for field in ("page_key", "digest") if request.HasField("window") else ():
+            if len(getattr(request.window, field)) != KEY_BYTES:
+                got = f"{len(getattr(request.window, field))} bytes"
+                raise InvalidRequest(f"window.{field}", got, f"must be {KEY_BYTES} bytes")
 
     async def _admit(self) -> Lease:
         begun = time.monotonic()
@@ -143,14 +156,13 @@ class PrefillRun:
     async def _read_store(self, lease: Lease) -> tuple[Prefix, bytes | None]:
         """Hit pages into their slots, and the window record if it is of use; where the prefill starts."""
         engine, plan = self._parts.engine, lease.plan
-        record = None
-        async with asyncio.TaskGroup() as group:
-            pages = group.create_task(self._read_pages(lease))
-            if plan.record:
-                window = group.create_task(self._read_window())
-        arrived = pages.result()
-        if plan.record:
-            record = window.result()
+        window = asyncio.create_task(self._read_window()) if plan.record else None
+        try:
+            arrived = await self._read_pages(lease)
+            record = await window if window is not None else None
+        finally:
+            if window is not None:
+                window.cancel()
         prefix = scheduler.settle(
             engine.memory.model,
             len(self._prompt.ids),

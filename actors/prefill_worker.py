@@ -89,8 +89,6 @@ class PrefillWorker(StageWorker):
         if self.parts is None:
             return
         engine = self.parts.engine
-        engine.pages.check_integrity()
-        engine.slots.check_integrity()
         status.queued = len(engine.waiting)
         status.pages_leased, status.pages_cached = engine.pages.leased, engine.pages.cached
         status.slots_leased = engine.slots.leased
@@ -99,6 +97,11 @@ class PrefillWorker(StageWorker):
         status.page_bytes = engine.memory.pages.page_bytes
         self.parts.store.describe(status)
         status.counters["page_evictions"] = engine.pages.evictions
+
+    def _check_books(self) -> None:
+        if self.parts is not None:
+            self.parts.engine.pages.check_integrity()
+            self.parts.engine.slots.check_integrity()
 
     def _service(self) -> str:
         return "Prefill"

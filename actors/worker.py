@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LAST_WORDS_S = 2.0
+"""How long cancelled handlers may take to free what they hold."""
+
 
 class StageWorker(ABC):
     """Base of the three workers. All of it belongs to the loop that called ``start``."""
@@ -62,8 +65,9 @@ class StageWorker(ABC):
         return self.address
 
     def healthy(self) -> bool:
-        """False after a bug: the worker must be replaced."""
-        return self._bug is None
+        """False after a bug, or when the engine's thread does not come back: the worker must be replaced."""
+        stuck = self._thread is not None and self._thread.busy_s() > self._base.stuck_s
+        return self._bug is None and not stuck
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work and wait until nothing is active and nothing leased; whether that came in time."""
@@ -101,6 +105,7 @@ class StageWorker(ABC):
 
     def assert_idle(self) -> None:
         """BooksError unless no request is active and no page or slot is leased, and the books balance."""
+        self._check_books()
         status = self.status()
         busy = {
             name: getattr(status, name)
@@ -133,7 +138,7 @@ class StageWorker(ABC):
         if self._bug is None:
             self._bug = error
             if self._health is not None:
-                self._background(self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING))
+                self.background(self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING))
 
     @abstractmethod
     async def _open(self, thread: EngineThread) -> None:
@@ -148,6 +153,9 @@ class StageWorker(ABC):
     def _describe(self, status: WorkerStatus) -> None:  # noqa: B027
         """Fill in what the stage knows of itself."""
 
+    def _check_books(self) -> None:  # noqa: B027
+        """BooksError when pages or slots do not add up."""
+
     @abstractmethod
     def _service(self) -> str:
         """Name of the stage's service in stages.proto."""
@@ -158,7 +166,8 @@ class StageWorker(ABC):
     def _answering(self, context: Context) -> Answering:
         return Answering(context, self.stage, self.on_bug)
 
-    def _background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something for the worker's life; what it raises is a bug."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._background_ended)
@@ -199,6 +208,9 @@ class StageWorker(ABC):
         if self._server is not None:
             await self._server.stop(0.2)
             self._server = None
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while self._calls and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
         for task in (tasks := list(self._tasks)):
             task.cancel()
         if tasks:

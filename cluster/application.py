@@ -18,6 +18,12 @@ POLL_S = 0.1
 STATUS_S = 1.0
 
 
+def import_ahead() -> None:
+    """Import what ``Application`` needs of Ray Serve. Ray itself is imported by then."""
+    import cedar.cluster.serve_app
+    import cedar.cluster.store_actor  # noqa: F401
+
+
 class Application:
     """Used by one thread of the process that owns the cluster."""
 

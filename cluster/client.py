@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +36,7 @@ class GenerationClient:
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answer as it comes. Leaving the loop early cancels the request."""
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:

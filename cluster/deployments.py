@@ -129,6 +129,11 @@ class GatewayReplica:
         await self._announcer.announce()
         self._announcer.start()
 
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if not self._gateway.healthy():
+            raise RuntimeError("the gateway no longer follows the directory; its log says why")
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Requests that no worker of a stage takes: load that the stages cannot see."""
         waiting = self._gateway.service.waiting

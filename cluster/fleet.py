@@ -39,7 +39,7 @@ class Fleet:
         self._affinity = {"prefill": Affinity(), "decode": Affinity()}
         self._turn = 0
         self._picked: dict[str, int] = {}
-        self._suspected: set[tuple[str, int]] = set()
+        self._suspected: dict[tuple[str, int], int] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.in_flight: Counter[str] = Counter()
         self.view = View()
@@ -60,6 +60,11 @@ class Fleet:
         for channel in self._channels.values():
             await channel.close(None)
         self._channels.clear()
+
+    @property
+    def following(self) -> bool:
+        """Whether the view is being kept up to date."""
+        return self._task is not None and not self._task.done()
 
     def channel(self, worker: Worker) -> grpc.aio.Channel:
         """A channel to this worker, kept while it is in the view."""
@@ -118,7 +123,7 @@ class Fleet:
 
     def suspect(self, worker: Worker) -> None:
         """This process could not be reached: use no more, and tell the directory."""
-        self._suspected.add((worker.address, worker.incarnation))
+        self._suspected[(worker.address, worker.incarnation)] = worker.sequence
         for affinity in self._affinity.values():
             affinity.forget(worker.address)
         task = asyncio.create_task(self._report(worker))
@@ -161,8 +166,13 @@ class Fleet:
             len(self.view.workers),
         )
         self.view = merged
-        # The directory's word replaces ours once it has heard it: a worker that announces again is fine.
-        self._suspected = {key for key in self._suspected if key in fresh.suspected}
+        announced = {(w.address, w.incarnation): w.sequence for w in fresh.workers}
+        # Ours to drop once the worker has announced itself again, or is no longer known.
+        self._suspected = {
+            key: sequence
+            for key, sequence in self._suspected.items()
+            if announced.get(key, sequence + 1) <= sequence
+        }
         if changed:
             await self._forget_gone()
             async with self._changed:

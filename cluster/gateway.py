@@ -79,6 +79,10 @@ class Gateway:
         await self.fleet.stop()
         self.service.close()
 
+    def healthy(self) -> bool:
+        """Whether it serves and follows the directory."""
+        return self._server is not None and self.fleet.following
+
     @property
     def load(self) -> Load:
         """Requests in the stages, and waiting for room."""

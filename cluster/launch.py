@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from cedar.cluster import remote, state_file
-from cedar.cluster.application import Application
+from cedar.cluster.application import Application, import_ahead
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.config_load import check_checkpoint
 from cedar.cluster.config_print import effective_yaml
@@ -108,8 +108,11 @@ class RunningCluster:
         deadline_s = time.monotonic() + timeout_s
         check_port(self.config.gateway.host, self.config.gateway.port)
         check_checkpoint(self.config)
+        # Ray's start is mostly waiting for its processes; what comes after needs modules that take a second.
+        ahead = threading.Thread(target=import_ahead, name="import-ahead", daemon=True)
         with progress.step("ray", "starting" if self._session.local else "joining"):
-            self._session.start()
+            self._session.start(and_meanwhile=ahead.start)
+        ahead.join()
         self.state = ClusterState(**{**self.state.__dict__, "ray_temp_dir": self._session.temp_directory})
         self._application = Application(self.config, progress)
         self._application.start(self._store_directory(), deadline_s)
@@ -119,6 +122,8 @@ class RunningCluster:
         if self.config.store.directory is not None:
             Path(self.config.store.directory).mkdir(parents=True, exist_ok=True)
             return self.config.store.directory
+        if self._session.local:
+            return str(Path(self._session.temp_directory) / "store")  # goes when the session's folder goes
         self._scratch = tempfile.mkdtemp(prefix="cedar-store-")
         return self._scratch
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from cedar.cluster.state_file import process_started
 
+# Set to the session's folder while a Ray of our own starts: all of its processes inherit it.
+SESSION_VARIABLE = "CEDAR_RAY_SESSION"
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -73,6 +76,17 @@ def end(processes: Iterable[ProcessId], grace_s: float) -> list[ProcessId]:
     left = _send([p for p in processes if p.alive], signal.SIGTERM)
     left = wait_gone(left, grace_s)
     return wait_gone(_send(left, signal.SIGKILL), 5.0)
+
+
+def end_session(directory: str, grace_s: float) -> list[ProcessId]:
+    """Wait for the processes of a Ray session to end by themselves, then end them. Returns those left.
+
+    A raylet may start another worker while it goes, so one look is not enough.
+    """
+    deadline_s = time.monotonic() + grace_s
+    while (left := using_directory(directory)) and time.monotonic() < deadline_s:
+        wait_gone(left, deadline_s - time.monotonic())
+    return [process for process in end(left, grace_s=2.0) if process.alive] or using_directory(directory)
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> list[ProcessId]:

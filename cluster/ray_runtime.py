@@ -10,13 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.environment import local_ray_environment, worker_environment
 from cedar.cluster.errors import LaunchError
-from cedar.cluster.processes import ProcessId, descendants, end, using_directory, wait_gone
+from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session
 
 # Processes of a cluster besides the stages: controller, build task, directory, gateway.
 SYSTEM_PROCESSES = 4
@@ -27,7 +31,6 @@ class RaySession:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._processes: list[ProcessId] = []
         self.temp_directory = ""
 
     @property
@@ -35,8 +38,8 @@ class RaySession:
         """Whether the Ray is our own."""
         return self._config.ray.address is None
 
-    def start(self) -> None:
-        """Start or join. Raises ``LaunchError``."""
+    def start(self, and_meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Start or join; ``and_meanwhile`` is called once Ray is imported. Raises ``LaunchError``."""
         os.environ.update(
             local_ray_environment(self._config) if self.local else worker_environment(self._config)
         )
@@ -45,25 +48,25 @@ class RaySession:
 
         if ray.is_initialized():
             raise LaunchError("ray", "this process uses Ray already; use another process")
+        options = self._options()
+        and_meanwhile()
         try:
-            ray.init(**self._options())
+            with _marked(self.temp_directory), _own_sigterm():
+                ray.init(**options)
         except Exception as error:  # Ray raises many kinds, none of which can be told from another
             self.stop()
             raise LaunchError("ray", f"{type(error).__name__}: {error}") from error
-        self._remember()
 
     def stop(self, timeout_s: float = 10.0) -> list[ProcessId]:
         """Leave, or end everything that was started. Returns processes that would not end. Idempotent."""
         import ray
 
-        self._remember()
         ray.shutdown()
-        if not self.local:
+        if not self.temp_directory:
             return []
-        left = end(wait_gone(self._processes, timeout_s), grace_s=2.0)
-        if self.temp_directory:
-            shutil.rmtree(self.temp_directory, ignore_errors=True)
-        self._processes = left
+        left = end_session(self.temp_directory, timeout_s)
+        shutil.rmtree(self.temp_directory, ignore_errors=True)
+        self.temp_directory = ""
         return left
 
     def _options(self) -> dict[str, Any]:
@@ -91,15 +94,6 @@ class RaySession:
             "_temp_dir": self.temp_directory,
         }
 
-    def _remember(self) -> None:
-        if not self.local or not self.temp_directory:
-            return
-        roots = using_directory(self.temp_directory)
-        known = {*self._processes, *roots}
-        for root in roots:
-            known.update(descendants(root.pid))
-        self._processes = [process for process in known if process.alive]
-
 
 def local_cpus(config: ClusterConfig) -> int:
     """CPUs that a local Ray is told of: Ray starts that many workers ahead, so one for each process that
@@ -109,3 +103,26 @@ def local_cpus(config: ClusterConfig) -> int:
         stage.cpus * stage.autoscaling.max for stage in (config.encoder, config.prefill, config.decode)
     )
     return max(SYSTEM_PROCESSES + config.store.nodes + stages, round(reserved + config.gateway.cpus + 1))
+
+
+@contextmanager
+def _marked(temp_directory: str) -> Iterator[None]:
+    """Processes that start meanwhile carry the session's mark, by which all of them are found again."""
+    os.environ[SESSION_VARIABLE] = temp_directory
+    try:
+        yield
+    finally:
+        del os.environ[SESSION_VARIABLE]
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """``ray.init`` puts its own SIGTERM handler in place, which exits at once; ours comes back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 from cedar.cluster import state_file
 from cedar.cluster.errors import LaunchError
-from cedar.cluster.processes import ProcessId, descendants, end, using_directory, wait_gone
+from cedar.cluster.processes import ProcessId, end_session, wait_gone
 from cedar.cluster.stage_calls import WORKER
 from cedar.cluster.state_file import ClusterState, WorkerEntry
 from cedar.kvstore.rpc import ServiceStub, channel_options
@@ -65,27 +65,16 @@ def stop(state: ClusterState, timeout_s: float = 60.0) -> None:
 
     Raises ``LaunchError`` when processes are left.
     """
-    mine = _processes(state)
     if state.owner_alive:
         os.kill(state.pid, signal.SIGTERM)
         if wait_gone([ProcessId(state.pid, state.pid_started)], timeout_s):
             raise LaunchError("serve", f"process {state.pid} has not ended its cluster after {timeout_s:g} s")
-    left = end(wait_gone({*mine, *_processes(state)}, 2.0), grace_s=3.0)
+    left = end_session(state.ray_temp_dir, grace_s=3.0) if state.ray_temp_dir else []
     if state.ray_temp_dir:
         shutil.rmtree(state.ray_temp_dir, ignore_errors=True)
     state_file.remove(state.name)
     if left:
         raise LaunchError("ray", f"processes that would not end: {[process.pid for process in left]}")
-
-
-def _processes(state: ClusterState) -> set[ProcessId]:
-    """Processes of a cluster's own Ray: those that name its folder, and all below them."""
-    if not state.ray_temp_dir:
-        return set()
-    found = {process for process in using_directory(state.ray_temp_dir) if process.pid != state.pid}
-    for process in list(found):
-        found.update(descendants(process.pid))
-    return {process for process in found if process.pid not in (state.pid, os.getpid())}
 
 
 @contextlib.contextmanager

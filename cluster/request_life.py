@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class RequestLife:
         self._account = account
         self._hit = Hit()
         self._encoder_start = 0
+        # Ids are a tenant's own, and a client may use one again: in the stages they must not meet.
+        self._stage_id = f"{job.request_id}@{secrets.token_hex(6)}"
         self._tries = 0
         self.generated: list[int] = []
 
@@ -141,7 +144,7 @@ class RequestLife:
         job = self._job
         self._tries += 1
         return pb.PrefillRequest(
-            request_id=f"{job.request_id}#{self._tries}",
+            request_id=f"{self._stage_id}#{self._tries}",
             token_ids=pack_ids(ids),
             images=job.images,
             sampling=job.sampling,
@@ -247,7 +250,7 @@ class RequestLife:
 
 
 def _checked_end(end: pb.StreamEnd, decode: Worker) -> pb.StreamEnd:
-    """FAILED is final; what a worker cancelled by itself (it drains, or lost the stream) goes on elsewhere."""
+    """FAILED is final; what a worker cancelled by itself (it drains, or lost its stream) is resumed."""
     if end.reason == common.FINISH_REASON_CANCELLED:
         raise broken("decode", decode, end.detail or "cancelled by the worker")
     if end.reason in (common.FINISH_REASON_FAILED, common.FINISH_REASON_UNSPECIFIED):

@@ -9,19 +9,50 @@ Keys and queries carry 2^-32 each (see `packed_triton`); the head weights give 2
 
 from __future__ import annotations
 
-from cedar.kernels.packed_triton import _FP4_BF16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
-_LANES = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-_BYTES = [[0, 1], [0, 2], [0, 4], [0, 8]]
+# Eight packed channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1, 5), (0, 4):
+# E2M1's three magnitude bits land on bf16's bits 6 to 8, value·2^-126.
+_FP4_ASM = gl.constexpr("""
+{
+.reg .b32 a, b, c, d, s;
+shr.b32 a, $8, 6;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 a, $8, 0x80008000, a, 0xEA;
+mul.rn.bf16x2 a, a, $9;
+mov.b32 {$0, $1}, a;
+shr.b32 b, $8, 2;
+and.b32 b, b, 0x01C001C0;
+shl.b32 s, $8, 4;
+lop3.b32 b, s, 0x80008000, b, 0xEA;
+mul.rn.bf16x2 b, b, $9;
+mov.b32 {$2, $3}, b;
+shl.b32 c, $8, 2;
+and.b32 c, c, 0x01C001C0;
+shl.b32 s, $8, 8;
+lop3.b32 c, s, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, $9;
+mov.b32 {$4, $5}, c;
+shl.b32 d, $8, 6;
+and.b32 d, d, 0x01C001C0;
+shl.b32 s, $8, 12;
+lop3.b32 d, s, 0x80008000, d, 0xEA;
+mul.rn.bf16x2 d, d, $9;
+mov.b32 {$6, $7}, d;
+}
+""")
+
+_LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+_WORDS = [[0, 1], [0, 2]]
 _LANES3 = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-_BYTES3 = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
+_WORDS3 = [[0, 0, 1], [0, 0, 2]]
 _WARPS4, _WARPS4_3 = [[16, 0], [32, 0]], [[16, 0, 0], [32, 0, 0]]
 
 
@@ -29,15 +60,15 @@ def _linear(registers, lanes, warps, shape):
     return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], shape))
 
 
-# Keys [64 or 128, 64] of four warps, [128, 64] of eight; queries [32, 64] of four; as [rows, 4 groups, 16] for the scales.
-_RAW64 = _linear([*_BYTES, [8, 0]], _LANES, _WARPS4, [64, 64])
-_RAW64_3 = _linear([*_BYTES3, [8, 0, 0]], _LANES3, _WARPS4_3, [64, 4, 16])
-_RAW128 = _linear([*_BYTES, [8, 0], [64, 0]], _LANES, _WARPS4, [128, 64])
-_RAW128_3 = _linear([*_BYTES3, [8, 0, 0], [64, 0, 0]], _LANES3, _WARPS4_3, [128, 4, 16])
-_WIDE128 = _linear([*_BYTES, [8, 0]], _LANES, [*_WARPS4, [64, 0]], [128, 64])
-_WIDE128_3 = _linear([*_BYTES3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [128, 4, 16])
-_QUERY = _linear(_BYTES, _LANES, [[8, 0], [16, 0]], [32, 64])
-_QUERY_3 = _linear(_BYTES3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 16])
+# Words of keys [64 or 128, 16] in four warps, [128, 16] in eight, of queries [32, 16] in four; as [rows, 4 groups, 4] for scales.
+_RAW64 = _linear([*_WORDS, [8, 0]], _LANES, _WARPS4, [64, 16])
+_RAW64_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, _WARPS4_3, [64, 4, 4])
+_RAW128 = _linear([*_WORDS, [8, 0], [64, 0]], _LANES, _WARPS4, [128, 16])
+_RAW128_3 = _linear([*_WORDS3, [8, 0, 0], [64, 0, 0]], _LANES3, _WARPS4_3, [128, 4, 4])
+_WIDE128 = _linear([*_WORDS, [8, 0]], _LANES, [*_WARPS4, [64, 0]], [128, 16])
+_WIDE128_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [128, 4, 4])
+_QUERY = _linear(_WORDS, _LANES, [[8, 0], [16, 0]], [32, 16])
+_QUERY_3 = _linear(_WORDS3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 4])
 _ACC32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 _ACC128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -45,16 +76,18 @@ _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.jit
 def _expand(payload, scales, ROWS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.constexpr):
-    """bf16·2^-32 [ROWS, 128] of payload [ROWS, 64] and E8M0 bytes [ROWS, 4], channels in wgmma's order."""
-    exponent = scales.to(gl.int32) + 94
-    power = (gl.minimum(exponent, 254) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    wide = power[:, :, None] * gl.full([ROWS, 4, 16], 1.0, gl.bfloat16, RAW3)
-    scale = gl.convert_layout(gl.reshape(wide, [ROWS, 64]), RAW)
-    low, high = gl.inline_asm_elementwise(
-        _FP4_BF16, "=r,=r,=r,=r,r,r,r", [payload, scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-    )
-    both = gl.reshape(gl.join(low, high), [ROWS, 4, 8, 2, 2])
-    return gl.reshape(gl.permute(both, (0, 2, 3, 1, 4)), [ROWS, 128])
+    """bf16·2^-32 [ROWS, 128] of payload words [ROWS, 16] and E8M0 bytes [ROWS, 4], channels in wgmma's order."""
+    power = gl.minimum(scales.to(gl.int32) + 94, 254) * 0x00800080
+    wide = power[:, :, None] + gl.full([ROWS, 4, 4], 0, gl.int32, RAW3)
+    scale = gl.convert_layout(gl.reshape(wide, [ROWS, 16]), RAW)
+    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
+        _FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [payload, scale], is_pure=True, pack=1,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    front = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    both = gl.join(front, gl.join(gl.join(c0, c1), gl.join(d0, d1)))  # [ROWS, group·word, pair, 2, 2]
+    both = gl.permute(gl.reshape(both, [ROWS, 4, 4, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
+    return gl.reshape(both, [ROWS, 128])
 
 
 @gluon.jit
@@ -69,7 +102,7 @@ def _load_keys(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """Raw bytes of keys first .. first+KEYS of the sequence whose table row is `table` (GATHER: of the entries named)."""
-    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, RAW))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, RAW))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW3)))
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, RAW))
     key3 = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW3)))
@@ -90,7 +123,15 @@ def _load_keys(
         page3 = gl.load(table + gl.minimum(entry3 // ROWS, table_width - 1)).to(gl.int32)
         at = _place(pages, gl.minimum(gl.maximum(page, 0), page_count - 1), entry % ROWS, ROWS, PAGE, PAYLOAD, 64)
         at3 = _place(pages, gl.minimum(gl.maximum(page3, 0), page_count - 1), entry3 % ROWS, ROWS, PAGE, SCALES, 4)
-    return gl.load(at[:, None] + byte[None, :]), gl.load(at3[:, None] + group[None, :])
+    words = at.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
+    return gl.load(words), gl.load(at3[:, None] + group[None, :])
+
+
+@gluon.jit
+def _product(keys, queries, j: gl.constexpr, KEYS: gl.constexpr):
+    """Starts keys·queries[j]."""
+    s = gl.full([KEYS, 32], 0.0, gl.float32, _ACC32)
+    return warpgroup_mma(keys, queries.index(j).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -112,13 +153,13 @@ def decode_scores(
     queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, 32, 128], _SHARED)
     head = gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY)).to(gl.int64)
     head3 = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3))).to(gl.int64)
-    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, _QUERY))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, _QUERY))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
     for i in gl.static_range(TOKENS):
         asked = gl.minimum(base + i, tokens - 1)
-        q_bytes = gl.load(q_ptr + (asked * 32 + head)[:, None] * 64 + byte[None, :])
+        q_words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + (asked * 32 + head)[:, None] * 16 + word[None, :])
         q_scales = gl.load(q_scale_ptr + (asked * 32 + head3)[:, None] * 4 + group[None, :])
-        queries.index(i).store(_expand(q_bytes, q_scales, 32, _QUERY, _QUERY_3))
+        queries.index(i).store(_expand(q_words, q_scales, 32, _QUERY, _QUERY_3))
     fence_async_shared()
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, _ACC32))
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, _ACC32))
@@ -157,25 +198,28 @@ def decode_scores(
                 pages_ptr, table, entries, page_count, table_width, ahead, width,
                 KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
             )  # fmt: skip
+            ahead_of = _product(keys, queries, 0, KEYS)
             for j in gl.static_range(TOKENS):
+                s = warpgroup_mma_wait(0, deps=[ahead_of])
+                if j + 1 < TOKENS:
+                    ahead_of = _product(keys, queries, j + 1, KEYS)
                 token = base + j
-                if (token >= run) & (token < until):
-                    s = gl.full([KEYS, 32], 0.0, gl.float32, _ACC32)
-                    s = warpgroup_mma(keys, queries.index(j).permute((1, 0)), s, use_acc=False)
-                    weight = gl.load(weight_ptr + token.to(gl.int64) * 32 + column).to(gl.float32) * 18446744073709551616.0
-                    score = gl.sum(gl.maximum(s, 0.0) * weight[None, :], axis=1)
-                    row = token.to(gl.int64)
-                    if GATHER:
-                        present = gl.load(entries_ptr + row * width + first + key, mask=first + key < width, other=-1) >= 0
-                    else:
-                        present = first + key < gl.load(visible_ptr + token).to(gl.int32)
-                    score = gl.where(present, score, float("-inf"))
-                    gl.store(out_ptr + row * width + first + key, score, mask=first + key < width)
-                    if BLOCKS:
-                        best = gl.max(gl.reshape(score, [KEYS // 8, 8]), axis=1)
-                        best = gl.convert_layout(best, block.type.layout)
-                        where = first // 8 + block
-                        gl.store(best_ptr + row * best_width + where, best, mask=where < best_width)
+                mine = (token >= run) & (token < until)
+                weight = gl.load(weight_ptr + gl.minimum(token, tokens - 1).to(gl.int64) * 32 + column).to(gl.float32)
+                weight = weight * 18446744073709551616.0
+                score = gl.sum(gl.maximum(s, 0.0) * weight[None, :], axis=1)
+                row = token.to(gl.int64)
+                shown = (first + key < width) & mine
+                if GATHER:
+                    present = gl.load(entries_ptr + row * width + first + key, mask=shown, other=-1) >= 0
+                else:
+                    present = first + key < gl.load(visible_ptr + gl.minimum(token, tokens - 1)).to(gl.int32)
+                score = gl.where(present, score, float("-inf"))
+                gl.store(out_ptr + row * width + first + key, score, mask=shown)
+                if BLOCKS:
+                    best = gl.convert_layout(gl.max(gl.reshape(score, [KEYS // 8, 8]), axis=1), block.type.layout)
+                    where = first // 8 + block
+                    gl.store(best_ptr + row * best_width + where, best, mask=(where < best_width) & mine)
         rest = gl.maximum((last - start + KEYS - 1) // KEYS, 0) * KEYS + start
         for first in range(rest, stop, KEYS):
             for j in gl.static_range(TOKENS):
@@ -192,13 +236,16 @@ def decode_scores(
 
 
 @gluon.jit
-def expand_queries(q_ptr, q_scale_ptr, out_ptr):
-    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order."""
+def expand_queries(q_ptr, q_scale_ptr, weight_ptr, out_ptr, out_weight_ptr):
+    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head weights times 2^64."""
+    column = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    weight = gl.load(weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column).to(gl.float32)
+    gl.store(out_weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column, weight * 18446744073709551616.0)
     head = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY))
     head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3)))
-    byte = gl.arange(0, 64, layout=gl.SliceLayout(0, _QUERY))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, _QUERY))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
-    payload = gl.load(q_ptr + head[:, None] * 64 + byte[None, :])
+    payload = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + head[:, None] * 16 + word[None, :])
     scales = gl.load(q_scale_ptr + head3[:, None] * 4 + group[None, :])
     target: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     out = gl.convert_layout(_expand(payload, scales, 32, _QUERY, _QUERY_3), target)
@@ -207,12 +254,11 @@ def expand_queries(q_ptr, q_scale_ptr, out_ptr):
 
 
 @gluon.jit
-def _copy_queries(shared, q_ptr, token, tokens):
+def _copy_queries(shared, q_ptr, token):
     """Starts the copy of four tokens' queries [128, 128] into shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    at = gl.minimum(token.to(gl.int64) * 32 + row, tokens.to(gl.int64) * 32 - 1)
-    source = q_ptr + at[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
+    source = q_ptr + token.to(gl.int64) * 4096 + row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
     async_copy.async_copy_global_to_shared(shared, source)
     async_copy.commit_group()
 
@@ -224,7 +270,10 @@ def prefill_scores(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     CHUNK: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers, four queries a step."""
+    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers, four queries a step.
+
+    q and weight come from `expand_queries`, with rows for 12 tokens more (of any value).
+    """
     operand: gl.constexpr = gl.DotOperandLayout(0, _ACC128, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     first = gl.program_id(0) * 128
@@ -250,17 +299,24 @@ def prefill_scores(
                 pages_ptr, table, table_ptr, page_count, table_width, first, width,
                 128, _WIDE128, _WIDE128_3, ROWS, PAGE, PAYLOAD, SCALES, False,
             )  # fmt: skip
-            _copy_queries(queries.index(0), q_ptr, run, tokens)
+            _copy_queries(queries.index(0), q_ptr, run)
             keys = gl.convert_layout(_expand(payload, scales, 128, _WIDE128, _WIDE128_3), operand)
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _copy_queries(queries.index(1), q_ptr, run + 4)
+            s = gl.full([128, 128], 0.0, gl.float32, _ACC128)
+            s = warpgroup_mma(keys, queries.index(0).permute((1, 0)), s, use_acc=False)
             for token in range(run, until, 4):
+                # the product of the next four runs while this one's is weighed
                 buffer = ((token - run) // 4) & 1
                 async_copy.wait_group(0)
                 fence_async_shared()
-                _copy_queries(queries.index(1 - buffer), q_ptr, gl.minimum(token + 4, tokens - 1), tokens)
-                s = gl.full([128, 128], 0.0, gl.float32, _ACC128)
-                s = warpgroup_mma(keys, queries.index(buffer).permute((1, 0)), s, use_acc=False)
-                at = gl.minimum(token.to(gl.int64) * 32 + column, tokens.to(gl.int64) * 32 - 1)
-                weight = gl.load(weight_ptr + at).to(gl.float32) * 18446744073709551616.0
+                coming = gl.full([128, 128], 0.0, gl.float32, _ACC128)
+                coming = warpgroup_mma(
+                    keys, queries.index(1 - buffer).permute((1, 0)), coming, use_acc=False, is_async=True
+                )
+                _copy_queries(queries.index(buffer), q_ptr, token + 8)
+                weight = gl.load(weight_ptr + token.to(gl.int64) * 32 + column)
                 score = gl.sum(gl.reshape(gl.maximum(s, 0.0) * weight[None, :], [128, 4, 32]), axis=2)
                 score = gl.convert_layout(score, pairs)
                 mine = token + which
@@ -276,6 +332,7 @@ def prefill_scores(
                     mine2 = token + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))
                     at_best = best_ptr + mine2.to(gl.int64)[None, :] * best_width + block[:, None]
                     gl.store(at_best, best, mask=(mine2 < until)[None, :] & (block < best_width)[:, None])
+                s = warpgroup_mma_wait(0, deps=[coming])
             async_copy.wait_group(0)
         else:
             nothing = gl.full([128, 4], float("-inf"), gl.float32, pairs)

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
 
-A row of up to `SHORT` scores is one program: scores in registers, the k-th greatest found bit by bit, ties by position,
-and a running count that writes the chosen in order. A longer row is read once: `_guess` picks a threshold from a sample such
-that a few times k scores reach it, `_filter` collects those, `_choose` selects among them. When a guess fails (many equal
-scores, say), `_choose` reads the row itself: slower, and as exact.
+A threshold is found two bits at a time by counting how many keys reach three trial values. So that few keys need counting,
+a sample of the row first gives a guess that a few times k scores reach; those are collected, and the k-th greatest is sought
+among them. A row of up to `SHORT` scores is one program with its scores in registers; a longer one is read once by `_filter`
+between `_guess` and `_choose`. Where a guess fails (many equal scores, say) the row itself is searched: slower, and as exact.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 SHORT = 16384
-SAMPLE = 16384
+SAMPLE = 8192
 CAPACITY = 8192
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -30,13 +31,32 @@ def _ordered(x):
 
 
 @triton.jit
+def _score(key):
+    """The least score that `_ordered` maps to `key` or above, for key 0 the least finite one."""
+    bits = key.to(tl.int32, bitcast=True)
+    x = (bits ^ ((~(bits >> 31)) | -2147483648)).to(tl.float32, bitcast=True)
+    return tl.where(key < 8388608, LOWEST, x)
+
+
+@triton.jit
+def _add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def _threshold(key, k, LOW: tl.constexpr):
-    """The greatest t with at least k keys >= t (bits below LOW left 0); 0 when fewer than k keys are positive."""
+    """The greatest t with at least k keys >= t (bits below LOW, even, left 0); 0 when fewer than k keys are positive."""
     t = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 2147483648, tl.uint32)
-    for _ in range(0, 32 - LOW):
-        t = tl.where(tl.sum((key >= (t | bit)).to(tl.int32), axis=0) >= k, t | bit, t)
-        bit = bit >> 1
+    one = tl.full([], 1, tl.uint32)
+    top = tl.max(key, axis=0)
+    shift = ((top.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) & -2  # the pair of its highest bit, or one above
+    shift = tl.where(top == 0, -2, tl.minimum(shift, 30))
+    while shift >= LOW:
+        step = one << shift.to(tl.uint32)
+        a, b, c = t + step, t + step * 2, t + step * 3
+        na, nb, nc = tl.reduce(((key >= a).to(tl.int32), (key >= b).to(tl.int32), (key >= c).to(tl.int32)), 0, _add3)
+        t = tl.where(nc >= k, c, tl.where(nb >= k, b, tl.where(na >= k, a, t)))
+        shift -= 2
     return t
 
 
@@ -71,15 +91,46 @@ def _emit(key, place, k, out_ptr):
 
 
 @triton.jit
-def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr):
-    """Grid (rows)."""
+def _short(
+    scores_ptr, visible_ptr, scratch_ptr, out_ptr, count, stride, k, divisor, rank,
+    K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, SAMPLE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). With a SAMPLE, at most FEW scores that reach its guess are counted among."""
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     place = tl.arange(0, B)
-    key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
-    written = _emit(key, place, k, out_ptr + row * k)
+    row_ptr = scores_ptr + row * stride
+    key = _load_scores(row_ptr, visible, place, count, MODE)
+    out_ptr += row * k
+    written = 0
+    if SAMPLE > 0:
+        guess = tl.maximum(_threshold(_sample(row_ptr, visible, count, SAMPLE, MODE), rank, 14), 1)
+        reaches = key >= guess
+        order = tl.cumsum(reaches.to(tl.int32), axis=0)
+        found = tl.max(order, axis=0)
+        if (found <= FEW) & ((found >= k) | (guess == 1)):
+            keys = scratch_ptr + row * (2 * FEW)
+            places = (keys + FEW).to(tl.pointer_type(tl.int32))
+            tl.store(keys + order - 1, key, mask=reaches)
+            tl.store(places + order - 1, place, mask=reaches)
+            tl.debug_barrier()
+            lane = tl.arange(0, FEW)
+            some = tl.load(keys + lane, mask=lane < found, other=0)
+            written = _emit(some, tl.load(places + lane, mask=lane < found, other=0), k, out_ptr)
+        else:
+            written = _emit(key, place, k, out_ptr)
+    else:
+        written = _emit(key, place, k, out_ptr)
     slot = tl.arange(0, K)
-    tl.store(out_ptr + row * k + slot, -1, mask=(slot >= written) & (slot < k))
+    tl.store(out_ptr + slot, -1, mask=(slot >= written) & (slot < k))
+
+
+@triton.jit
+def _sample(row_ptr, visible, count, B: tl.constexpr, MODE: tl.constexpr):
+    """Keys of B scores spread over a row of at least B; where within its step each lies varies, lest a period meets it."""
+    lane = tl.arange(0, B)
+    step = count // B
+    return _load_scores(row_ptr, visible, lane * step + ((lane * 40503) >> 4) % step, count, MODE)
 
 
 @triton.jit
@@ -87,35 +138,33 @@ def _guess(
     scores_ptr, visible_ptr, guess_ptr, found_ptr, count, stride, rank, divisor,
     B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the rank-th greatest of B scores spread over the row; found is cleared."""
+    """Grid (rows): a score near the rank-th greatest of a sample, not above it; found is cleared."""
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
-    lane = tl.arange(0, B)
-    step = count // B  # at least 1; the offset within a step varies, lest a period in the row meets it
-    place = lane * step + ((lane * 40503) >> 4) % step
-    key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
-    tl.store(guess_ptr + row, tl.maximum(_threshold(key, rank, 8), 1).to(tl.uint32))
+    key = _sample(scores_ptr + row * stride, visible, count, B, MODE)
+    tl.store(guess_ptr + row, _score(_threshold(key, rank, 14)))
     tl.store(found_ptr + row, 0)
 
 
 @triton.jit
 def _filter(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, count, stride, divisor, each,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, count, stride, divisor,
     CAPACITY: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(count / (B·each)), rows): collects scores that reach the guess, in no order, with their places."""
+    """Grid (ceil(count / B), rows): collects scores that reach the guess, in no order, with their places."""
     row = tl.program_id(1).to(tl.int64)
-    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     guess = tl.load(guess_ptr + row)
-    for i in range(each):
-        place = (tl.program_id(0) * each + i) * B + tl.arange(0, B)
-        key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
-        reaches = key >= guess
-        some = tl.sum(reaches.to(tl.int32), axis=0)
-        if some > 0:
-            at = tl.atomic_add(found_ptr + row, some) + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
-            tl.store(key_ptr + row * CAPACITY + at, key, mask=reaches & (at < CAPACITY))
-            tl.store(place_ptr + row * CAPACITY + at, place, mask=reaches & (at < CAPACITY))
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    x = tl.load(scores_ptr + row * stride + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    reaches = x >= guess
+    key = _ordered(x)
+    if MODE == 1:
+        newest = (place == _newest(visible_ptr + row, divisor)) & (place < count)
+        reaches = reaches | newest
+        key = tl.where(newest, 4294967295, key).to(tl.uint32)
+    at = tl.atomic_add(found_ptr + row + tl.zeros([B], tl.int32), 1, mask=reaches, sem="relaxed")
+    tl.store(key_ptr + row * CAPACITY + at, key, mask=reaches & (at < CAPACITY))
+    tl.store(place_ptr + row * CAPACITY + at, place, mask=reaches & (at < CAPACITY))
 
 
 @triton.jit
@@ -140,7 +189,7 @@ def _choose(
     row_ptr = scores_ptr + row * stride
     out_ptr += row * k
     slot = tl.arange(0, K)
-    complete = (found >= k) | (tl.load(guess_ptr + row) == 1)  # a guess of 1 collects every finite score
+    complete = (found >= k) | (tl.load(guess_ptr + row) == LOWEST)  # such a guess collects every finite score
     if (found <= SMALL) & complete:
         _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, SMALL)
     elif (found <= CAPACITY) & complete:
@@ -210,27 +259,37 @@ def _select(
     stride = scores.stride(0)
     if count <= short:
         size = max(triton.next_power_of_2(count), 32)
-        warps = 4 if size <= 2048 else 8 if size <= 8192 else 16
-        _short[(rows,)](scores, visible, out, count, stride, k, divisor, width, size, mode, num_warps=warps)
+        warps = 4 if size <= 2048 else 8 if size <= 4096 else 16
+        sample = 1024 if size >= 4096 and size >= 4 * k else 0
+        rank = _rank(k, sample, count)
+        few = max(256, min(size // 2, triton.next_power_of_2(2 * rank * max(1, count // 1024))))
+        scratch = torch.empty(rows, 2 * few if sample else 1, dtype=torch.uint32, device=scores.device)
+        _short[(rows,)](
+            scores, visible, scratch, out, count, stride, k, divisor, rank, width, size, mode, sample, few, num_warps=warps
+        )
         return out
     sample = min(SAMPLE, triton.next_power_of_2(count // 4))
-    expected = k * sample / count
-    rank = math.ceil(expected + 8 * math.sqrt(expected) + 16)
-    guess = torch.empty(rows, dtype=torch.uint32, device=scores.device)
+    guess = torch.empty(rows, dtype=torch.float32, device=scores.device)
     found = torch.empty(rows, dtype=torch.int32, device=scores.device)
     keys = torch.empty(rows, CAPACITY, dtype=torch.uint32, device=scores.device)
     places = torch.empty(rows, CAPACITY, dtype=torch.int32, device=scores.device)
+    rank = _rank(k, sample, count)
     _guess[(rows,)](scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=16)
-    block = min(4096, short)
-    each = max(1, triton.cdiv(triton.cdiv(count, block) * rows, 132 * 16))
-    _filter[(triton.cdiv(count, block * each), rows)](
-        scores, visible, guess, found, keys, places, count, stride, divisor, each, CAPACITY, block, mode, num_warps=8
+    block = min(8192, short)
+    _filter[(triton.cdiv(count, block), rows)](
+        scores, visible, guess, found, keys, places, count, stride, divisor, CAPACITY, block, mode, num_warps=8
     )
     _choose[(rows,)](
         scores, visible, guess, found, keys, places, out, count, stride, k, divisor,
         CAPACITY, max(width, 4096), width, min(8192, short), mode, num_warps=16,
     )  # fmt: skip
     return out
+
+
+def _rank(k: int, sample: int, count: int) -> int:
+    """Which of a sample's greatest to take as the guess: some six deviations below the k-th of the row."""
+    expected = k * sample / count
+    return math.ceil(expected + 6 * math.sqrt(expected) + 6)
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:

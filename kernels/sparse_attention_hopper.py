@@ -11,6 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -64,6 +65,9 @@ _TILE = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # words
 _TILE3 = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 2]
 _WIDE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))  # words [64, 128]
 _WIDE3 = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 4]
+_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # words [64, 64], 16 bytes a thread
+_COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))  # words [64, 8]
+_SHARED_RAW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _QUERY = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))  # [64, 256]
 _SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))  # [64, 256]
@@ -72,18 +76,35 @@ _SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes
 
 
 @gluon.jit
-def _load_entries(pages, flat_tile, ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr):
-    """Raw bytes of 64 entries, named by page·ROWS + row (negative: none): payload words [64, 64], scale bytes [64, 32]."""
-    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _TILE)), 0).to(gl.uint32)
+def _start_copy(
+    pages, names, tile, end, raw, raw_scales,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, WINDOW_TILES: gl.constexpr,
+):  # fmt: skip
+    """Starts copying the raw bytes of entries tile `tile` (past the end: of some tile) into shared memory.
+
+    Entries are named by page·ROWS + row, negative for none.
+    """
+    here = names.index(WINDOW_TILES + gl.maximum(gl.minimum(tile, end - 1), 0))
+    words = pages.to(gl.pointer_type(gl.int32))
+    flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY)), 0).to(gl.uint32)
     start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + PAYLOAD // 4 + ((flat % ROWS) * 64).to(gl.int64)
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _TILE))
-    payload = gl.load(pages.to(gl.pointer_type(gl.int32)) + start[:, None] + columns[None, :])
-    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
-    row = gl.maximum(named, 0).to(gl.uint32)
-    start3 = (row // ROWS).to(gl.int64) * PAGE + SCALES + ((row % ROWS) * 32).to(gl.int64)
-    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _TILE3)))
-    scales = gl.load(pages + start3[:, None] + groups[None, :])
-    return payload, gl.where(named[:, None] >= 0, scales, 0)
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _COPY))
+    async_copy.async_copy_global_to_shared(raw, words + start[:, None] + columns[None, :])
+    flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY_SCALES)), 0).to(gl.uint32)
+    start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + SCALES // 4 + ((flat % ROWS) * 8).to(gl.int64)
+    columns = gl.arange(0, 8, layout=gl.SliceLayout(0, _COPY_SCALES))
+    async_copy.async_copy_global_to_shared(raw_scales, words + start[:, None] + columns[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _take_copy(names, tile, end, raw, raw_scales, WINDOW_TILES: gl.constexpr):
+    """The copied bytes: payload words [64, 64], scale bytes [64, 32], scale 0 where there is no entry."""
+    async_copy.wait_group(0)
+    here = names.index(WINDOW_TILES + gl.maximum(gl.minimum(tile, end - 1), 0))
+    named = here.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
+    scales = raw_scales._reinterpret(gl.uint8, [64, 32], _SHARED_RAW).load(gl.SliceLayout(2, _TILE3))
+    return raw.load(_TILE), gl.where(named[:, None] >= 0, scales, 0)
 
 
 @gluon.jit
@@ -168,16 +189,6 @@ def _turn(even, odd, cos, sin):
 
 
 @gluon.jit
-def _fetch(
-    pages, names, tile, end,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, WINDOW_TILES: gl.constexpr,
-):  # fmt: skip
-    """Raw bytes of entries tile `tile`; past the end, of some tile that exists."""
-    tile = gl.maximum(gl.minimum(tile, end - 1), 0)
-    return _load_entries(pages, names.index(WINDOW_TILES + tile), ROWS, PAGE, PAYLOAD, SCALES)
-
-
-@gluon.jit
 def attend_hopper(
     q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
     out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count, scale,
@@ -252,14 +263,16 @@ def attend_hopper(
 
     # Tiles in turn: the window's, then entries. The last tile before the loop lies in buffer 1, the first of it in 0.
     follows = first
+    raw = gl.allocate_shared_memory(gl.int32, [64, 64], _SHARED_RAW)
+    raw_scales = gl.allocate_shared_memory(gl.int32, [64, 8], _SHARED_RAW)
     if TILES > 0:
-        payload, scales = _fetch(pages_ptr, names, first, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
+        _start_copy(pages_ptr, names, first, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
     if split == 0:
-        raw, raw_scale = _load_window(window_ptr, names.index(WINDOW_TILES - 1))
+        near, near_scale = _load_window(window_ptr, names.index(WINDOW_TILES - 1))
         if WINDOW_TILES > 1:
-            raw0, raw0_scale = _load_window(window_ptr, names.index(0))
-            _expand_window(raw0, raw0_scale, k_even.index(0), k_odd.index(0))
-        _expand_window(raw, raw_scale, k_even.index(1), k_odd.index(1))
+            far, far_scale = _load_window(window_ptr, names.index(0))
+            _expand_window(far, far_scale, k_even.index(0), k_odd.index(0))
+        _expand_window(near, near_scale, k_even.index(1), k_odd.index(1))
         fence_async_shared()
         if WINDOW_TILES > 1:
             s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
@@ -274,9 +287,10 @@ def attend_hopper(
         else:
             s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
         if TILES > 0:
+            payload, scales = _take_copy(names, first, end, raw, raw_scales, WINDOW_TILES)
+            _start_copy(pages_ptr, names, first + 1, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
             _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
             fence_async_shared()
-            payload, scales = _fetch(pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
         s = warpgroup_mma_wait(0, deps=[s])
         p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES - 1), top, total, scale)
         if WINDOW_TILES > 1:
@@ -285,14 +299,16 @@ def attend_hopper(
         p_shared.store(p)
         fence_async_shared()
     elif first < end:
+        payload, scales = _take_copy(names, first, end, raw, raw_scales, WINDOW_TILES)
+        _start_copy(pages_ptr, names, first + 1, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
         _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
         fence_async_shared()
-        payload, scales = _fetch(pages_ptr, names, first + 1, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
         s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
         if first + 1 < end:
+            payload, scales = _take_copy(names, first + 1, end, raw, raw_scales, WINDOW_TILES)
+            _start_copy(pages_ptr, names, first + 2, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
             _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
             fence_async_shared()
-            payload, scales = _fetch(pages_ptr, names, first + 2, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
         s = warpgroup_mma_wait(0, deps=[s])
         p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + first), top, total, scale)
         p_shared.store(p)
@@ -308,18 +324,21 @@ def attend_hopper(
                     acc_even = warpgroup_mma(p_shared, _half_tile(free_even), o_even, is_async=True)
                     acc_odd = warpgroup_mma(p_shared, _half_tile(free_odd), o_odd, is_async=True)
                     s = _scores(q_even, q_odd, here_even, here_odd)
+                    payload, scales = _take_copy(names, t + buffer + 1, end, raw, raw_scales, WINDOW_TILES)
+                    _start_copy(
+                        pages_ptr, names, t + buffer + 2, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES
+                    )
                     o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
                     _expand_entries(payload, scales, free_even, free_odd)
                     fence_async_shared()
-                    payload, scales = _fetch(
-                        pages_ptr, names, t + buffer + 2, end, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES
-                    )
                     s = warpgroup_mma_wait(0, deps=[s])
                     p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + t + buffer), top, total, scale)
                     o_even = _shrink(o_even, shrink)
                     o_odd = _shrink(o_odd, shrink)
                     p_shared.store(p)
                     fence_async_shared()
+    if TILES > 0:
+        async_copy.wait_group(0)
     if split == 0 or first < end:
         held = 1 - (gl.maximum(end - follows, 0) & 1)
         o_even = warpgroup_mma(p_shared, _half_tile(k_even.index(held)), o_even)

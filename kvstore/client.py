@@ -28,6 +28,7 @@ from cedar.kvstore.page_wire import page_frames, verified_values
 from cedar.kvstore.put import PutCounts
 from cedar.kvstore.rpc import ServiceStub, transport_options
 from cedar.kvstore.shared_fetch import FellBehind, SharedFetch
+from cedar.kvstore.tls import ChannelMaker, TlsConfig
 from cedar.kvstore.window_tier import WindowName
 from cedar.kvstore.window_wire import assemble_window, window_frames
 from cedar.v1 import store_pb2
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 _SERVICE = store_pb2.DESCRIPTOR.services_by_name["Store"]
 _GUESSED_VALUE_BYTES = 256 << 10
+_OLD_CHANNEL_S = 30.0  # calls under way when certificates change may take this long
 _FAILURES = (grpc.RpcError, grpc.aio.UsageError, TimeoutError, DecodeError, FrameError, CorruptValue)
 
 
@@ -57,7 +59,12 @@ class StoreClient:
     """
 
     def __init__(
-        self, address: str, *, fingerprint: bytes | None = None, config: ClientConfig | None = None
+        self,
+        address: str,
+        *,
+        fingerprint: bytes | None = None,
+        config: ClientConfig | None = None,
+        tls: TlsConfig | None = None,
     ) -> None:
         self.address = address
         self.config = config or ClientConfig()
@@ -65,6 +72,13 @@ class StoreClient:
         self._fingerprint = fingerprint
         self._channel: grpc.aio.Channel | None = None
         self._stub: ServiceStub | None = None
+        options = transport_options(
+            max_message_bytes=self.config.max_message_bytes,
+            keepalive_s=self.config.keepalive_s,
+            keepalive_timeout_s=self.config.keepalive_timeout_s,
+        )
+        self._maker = ChannelMaker(tls, options.channel)
+        self._retiring: set[asyncio.Task[None]] = set()
         self._breaker = Breaker(
             failures=self.config.breaker_failures,
             open_s=self.config.breaker_open_s,
@@ -155,12 +169,15 @@ class StoreClient:
         self._breaker.succeeded()
         return record
 
-    async def put_window(self, page_key: bytes, tokens: int, digest: bytes, record: bytes) -> bool:
-        """File a window record; whether the store keeps it."""
+    async def put_window(
+        self, page_key: bytes, tokens: int, digest: bytes, record: bytes, *, tenant: bytes = b""
+    ) -> bool:
+        """File a window record; whether the store keeps it. ``tenant``: its tenant domain."""
         _expect_keys((page_key, digest))
         if not self._may_call():
             return False
-        frames = window_frames(WindowName(page_key, tokens, digest), record, record_checksum(record))
+        name = WindowName(page_key, tokens, digest)
+        frames = window_frames(name, record, record_checksum(record), tenant=tenant)
         try:
             response = await self._answer(
                 self._connected().PutWindow(frames, timeout=self.config.window_timeout_s)
@@ -184,6 +201,10 @@ class StoreClient:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = self._stub = None
+        for task in list(self._retiring):
+            task.cancel()
+        if self._retiring:
+            await asyncio.wait(list(self._retiring))
 
     # ---- inside ----
 
@@ -259,13 +280,13 @@ class StoreClient:
             raise TimeoutError("the channel was closed") from None
 
     def _connected(self) -> ServiceStub:
+        if self._channel is not None and self._maker.outdated():
+            old, self._channel, self._stub = self._channel, None, None
+            task = asyncio.get_running_loop().create_task(old.close(_OLD_CHANNEL_S))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
         if self._stub is None:
-            options = transport_options(
-                max_message_bytes=self.config.max_message_bytes,
-                keepalive_s=self.config.keepalive_s,
-                keepalive_timeout_s=self.config.keepalive_timeout_s,
-            )
-            self._channel = grpc.aio.insecure_channel(self.address, options=options.channel)
+            self._channel = self._maker.open(self.address)
             self._stub = ServiceStub(self._channel, _SERVICE)
         return self._stub
 

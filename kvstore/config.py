@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.machine import memory_bytes
+from cedar.kvstore.tenants import TenantLimits, TenantTable
+from cedar.kvstore.tls import TlsConfig
 
 Durability = Literal["batch", "none"]
 HOUR_S: Final = 3600.0
@@ -21,6 +24,7 @@ class SsdConfig:
 
     ``durability``: "batch" acknowledges a put when its group commit is on disk; "none" leaves writing to the
     kernel, and the data is thrown away when the machine went down without a clean stop.
+    ``tenants``: limits by tenant domain; ``tenant_limits``: of everybody else.
     """
 
     directory: Path
@@ -42,6 +46,8 @@ class SsdConfig:
     quarantine_bytes: int = 64 * MIB
     usage_flush_s: float = 15.0
     maintenance_s: float = 1.0
+    tenant_limits: TenantLimits = field(default_factory=TenantLimits)
+    tenants: Mapping[bytes, TenantLimits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
@@ -64,6 +70,11 @@ class SsdConfig:
             raise InvalidRequest("segment_s", self.segment_s, f"at most ttl_s={self.ttl_s}")
         if self.durability not in ("batch", "none"):
             raise InvalidRequest("durability", self.durability, "batch or none")
+
+    @property
+    def tenant_table(self) -> TenantTable:
+        """Limits by tenant, with what they leave open filled in."""
+        return TenantTable(self.ttl_s, self.tenant_limits, self.tenants)
 
     @property
     def usage_grain_s(self) -> float:
@@ -108,6 +119,7 @@ class NodeConfig:
     retry_after_s: float = 0.05
     keepalive_s: float = 10.0
     keepalive_timeout_s: float = 3.0
+    tls: TlsConfig | None = None  # both sides show certificates
 
     def __post_init__(self) -> None:
         for name in (

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from cedar.kvstore.errors import StoreLocked
+
+_HOLDER_BYTES: Final = 32
 
 
 class DirectoryLock:
@@ -18,13 +22,13 @@ class DirectoryLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            holder = os.pread(self._fd, _HOLDER_BYTES, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise StoreLocked(
                 f"store directory {directory} is in use by process {holder or 'unknown'}"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # the name of the holder is a courtesy; a full disk is no reason to fail
+            os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_HOLDER_BYTES).encode(), 0)
 
     def release(self) -> None:
         """Give the directory free; may be called again."""

@@ -7,6 +7,7 @@
 | hit in the last quarter of its life      | carry the page forward, within the rate limit            |
 | usage above the high watermark           | drop the oldest closed segments, until below the low one |
 | ... but some of its pages were hit       | carry the hottest forward first, a quarter of it at most |
+| a tenant above its quota                 | drop its own coldest pages, until below 85 % of it       |
 | disk fuller than the reserve             | capacity shrinks by as much, so the same rule applies    |
 """
 
@@ -39,6 +40,7 @@ class PageFacts:
     put_s: float
     used_s: float
     page_index: int
+    ttl_s: float | None = None  # of its tenant; None: the tier's
 
 
 def effective_capacity_bytes(
@@ -72,7 +74,7 @@ def segments_to_evict(
 
 def pages_still_in_use(pages: Iterable[PageFacts], now_s: float, ttl_s: float) -> list[bytes]:
     """Pages of an expired segment that were used within the TTL: heads of chains first."""
-    used = [page for page in pages if page.used_s + ttl_s > now_s]
+    used = [page for page in pages if page.used_s + (page.ttl_s or ttl_s) > now_s]
     return [page.key for page in sorted(used, key=lambda p: (-p.used_s, p.page_index))]
 
 
@@ -93,6 +95,17 @@ def pages_worth_keeping(pages: Sequence[PageFacts], budget_bytes: int) -> list[b
 def in_last_quarter(written_s: float, now_s: float, ttl_s: float) -> bool:
     """Whether a segment last written at ``written_s`` has at most a quarter of its life left."""
     return now_s >= written_s + (1 - CARRY_SHARE) * ttl_s
+
+
+def coldest_pages(pages: Iterable[PageFacts], excess_bytes: float) -> list[bytes]:
+    """Pages of a tenant over its quota that go: the longest unused first, of a chain the tail first."""
+    victims = []
+    for page in sorted(pages, key=lambda p: (p.used_s, -p.page_index)):
+        if excess_bytes <= 0:
+            break
+        victims.append(page.key)
+        excess_bytes -= page.size
+    return victims
 
 
 class TokenBucket:

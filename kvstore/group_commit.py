@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import lmdb
 from cedar.kvstore.commit import Committer
@@ -26,6 +26,7 @@ from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.rows import Row
 from cedar.kvstore.segment import Segment
 from cedar.kvstore.stats import Counters
+from cedar.kvstore.tenants import TenantTable
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class GroupCommit:
         counters: Counters,
         *,
         now_s: Callable[[], float],
+        tenants: TenantTable,
+        on_quota: Callable[[bytes], None],
         on_corrupt: Callable[[bytes, Entry, CorruptValue], None],
     ) -> None:
         self._config = config
@@ -61,7 +64,11 @@ class GroupCommit:
         self._index = index
         self._counters = counters
         self._now_s = now_s
+        self._tenants = tenants
+        self._on_quota = on_quota
         self._on_corrupt = on_corrupt
+        self._chores: deque[tuple[int, Callable[[], Any], Future[Any]]] = deque()
+        self._submitted = self._answered = 0
         self._jobs: deque[_Job] = deque()
         self._dead: list[tuple[Segment, bytes, Row]] = []
         self._queued_bytes = 0
@@ -81,6 +88,7 @@ class GroupCommit:
         ``carry``: the pages are held, and are to be copied into the open segment.
         """
         job = _Job(items, carry, sum(len(item.value) for item in items))
+        job.future.set_running_or_notify_cancel()  # a caller that leaves must not take the answer away
         with self._wake:
             if self._closing:
                 raise StoreClosed("the store is closed")
@@ -88,8 +96,20 @@ class GroupCommit:
                 raise Refused("queue", QUEUE_RETRY_S)
             self._queued_bytes += job.bytes
             self._jobs.append(job)
+            self._submitted += 1
             self._wake.notify()
         return job.future
+
+    def call(self, chore: Callable[[], Any]) -> Future[Any]:
+        """Run ``chore`` on the writer thread, after everything that has been submitted until now."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        with self._wake:
+            if self._closing:
+                raise StoreClosed("the store is closed")
+            self._chores.append((self._submitted, chore, future))
+            self._wake.notify()
+        return future
 
     def mark_dead(self, segment: Segment, key: bytes, row: Row) -> None:
         """Replace the row of a page that failed verification, so that a restart does not find it again."""
@@ -110,14 +130,15 @@ class GroupCommit:
             if jobs:
                 self._answer(jobs)
             self._write_dead_rows()
-            if not jobs and self._closing:
+            self._do_chores()
+            if not jobs and not self._chores and self._closing:
                 self._committer.finish()
                 return
 
     def _collect(self) -> list[_Job]:
         """Wait for a job, then for company; empty when there is other work or nothing is left at the end."""
         with self._wake:
-            while not self._jobs and not self._closing and not self._dead:
+            while not self._jobs and not self._closing and not self._dead and not self._chores:
                 self._wake.wait()
             deadline_s = time.monotonic() + self._config.commit_wait_s
             jobs: list[_Job] = []
@@ -143,6 +164,7 @@ class GroupCommit:
                 job.counts = PutCounts(refused=len(job.items), reason="disk")
         with self._wake:
             self._queued_bytes -= sum(job.bytes for job in jobs)
+            self._answered += len(jobs)
         for job in jobs:
             self._count(job)
             job.future.set_result(job.counts)
@@ -173,14 +195,28 @@ class GroupCommit:
         else:
             same = None if entry is None else self._same_as_stored(item, entry)
         if same is None:
+            if not job.carry and self._over_quota(item, pending):
+                job.counts.refused += 1
+                job.counts.reason = "quota"
+                return
             pending[item.key] = item
             job.new += 1
         elif same:
             job.counts.present += 1
         else:
             job.counts.conflicts += 1
-        if not job.carry:
+        if not job.carry and item.used_s is None:
             self._index.touch((item.key,), now_s)
+
+    def _over_quota(self, item: PutItem, pending: dict[bytes, PutItem]) -> bool:
+        quota = self._tenants.quota_bytes(item.tenant)
+        if quota == float("inf"):
+            return False
+        waiting = sum(len(other.value) for other in pending.values() if other.tenant == item.tenant)
+        if self._index.tenant_bytes(item.tenant) + waiting + len(item.value) <= quota:
+            return False
+        self._on_quota(item.tenant)
+        return True
 
     def _same_as_stored(self, item: PutItem, entry: Entry) -> bool | None:
         """Whether the held value has the same bytes; None when it turns out not to be there."""
@@ -197,6 +233,15 @@ class GroupCommit:
             return None
         finally:
             entry.segment.let_go()
+
+    def _do_chores(self) -> None:
+        while self._chores and self._chores[0][0] <= self._answered:
+            _, chore, future = self._chores.popleft()
+            try:
+                future.set_result(chore())
+            except Exception as error:
+                log.exception("a chore of the writer failed")
+                future.set_exception(error)
 
     def _write_dead_rows(self) -> None:
         with self._wake:

@@ -7,7 +7,7 @@ commit, until it is removed, expires, or is replaced by a copy in a younger segm
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cedar.kvstore.rows import Row
 from cedar.kvstore.segment import Segment
@@ -16,9 +16,9 @@ from cedar.kvstore.segment import Segment
 class Entry:
     """Where one page is and when it was last used (store time)."""
 
-    __slots__ = ("offset", "page_index", "put_s", "segment", "size", "tenant", "used_s")
+    __slots__ = ("offset", "page_index", "put_s", "segment", "size", "tenant", "ttl_s", "used_s")
 
-    def __init__(self, segment: Segment, row: Row) -> None:
+    def __init__(self, segment: Segment, row: Row, ttl_s: float) -> None:
         self.segment = segment
         self.offset = row.offset
         self.size = row.size
@@ -26,18 +26,20 @@ class Entry:
         self.tenant = row.tenant
         self.put_s = row.used_s
         self.used_s = row.used_s
+        self.ttl_s = ttl_s
 
 
 class PageIndex:
     """Entries by page key. Single look-ups need no lock; changes that belong together take it."""
 
-    def __init__(self, ttl_s: float, usage_grain_s: float) -> None:
+    def __init__(self, ttl_s: Callable[[bytes], float], usage_grain_s: float) -> None:
         self._ttl_s = ttl_s
         self._grain_s = usage_grain_s
         self._entries: dict[bytes, Entry] = {}
         self._unlogged: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._value_bytes = 0
+        self._tenant_bytes: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,6 +49,15 @@ class PageIndex:
         """Sum of the sizes of all values."""
         return self._value_bytes
 
+    def tenant_bytes(self, tenant: bytes) -> int:
+        """Sum of the sizes of a tenant's values."""
+        return self._tenant_bytes.get(tenant, 0)
+
+    def tenants(self) -> dict[bytes, int]:
+        """That sum, of every tenant."""
+        with self._lock:
+            return dict(self._tenant_bytes)
+
     def get(self, key: bytes) -> Entry | None:
         """The entry, expired or not."""
         return self._entries.get(key)
@@ -54,7 +65,7 @@ class PageIndex:
     def live(self, key: bytes, now_s: float) -> Entry | None:
         """The entry if it can be served at ``now_s``."""
         entry = self._entries.get(key)
-        if entry is None or entry.used_s + self._ttl_s <= now_s or entry.segment.dropped:
+        if entry is None or entry.used_s + entry.ttl_s <= now_s or entry.segment.dropped:
             return None
         return entry
 
@@ -66,10 +77,9 @@ class PageIndex:
     def leading(self, keys: Sequence[bytes], now_s: float) -> int:
         """How many of ``keys``, from the first on, are live."""
         entries = self._entries
-        oldest_s = now_s - self._ttl_s
         for count, key in enumerate(keys):
             entry = entries.get(key)
-            if entry is None or entry.used_s <= oldest_s or entry.segment.dropped:
+            if entry is None or entry.used_s + entry.ttl_s <= now_s or entry.segment.dropped:
                 return count
         return len(keys)
 
@@ -94,8 +104,9 @@ class PageIndex:
         """Make a committed page visible; a copy in a younger segment replaces the entry."""
         with self._lock:
             self._forget(key)
-            self._entries[key] = Entry(segment, row)
+            self._entries[key] = Entry(segment, row, self._ttl_s(row.tenant))
             self._value_bytes += row.size
+            self._tenant_bytes[row.tenant] = self._tenant_bytes.get(row.tenant, 0) + row.size
             segment.live_pages += 1
 
     def remember_use(self, key: bytes, used_s: float) -> None:
@@ -140,6 +151,10 @@ class PageIndex:
             assert total == self._value_bytes, (
                 f"{self._value_bytes} bytes in the books, entries add up to {total}"
             )
+            owned: dict[bytes, int] = {}
+            for entry in self._entries.values():
+                owned[entry.tenant] = owned.get(entry.tenant, 0) + entry.size
+            assert owned == self._tenant_bytes, "bytes by tenant differ from the entries"
             for segment, count in pages.items():
                 books = segment.live_pages
                 assert books == count, (
@@ -152,4 +167,9 @@ class PageIndex:
             return False
         entry.segment.live_pages -= 1
         self._value_bytes -= entry.size
+        left = self._tenant_bytes[entry.tenant] - entry.size
+        if left:
+            self._tenant_bytes[entry.tenant] = left
+        else:
+            del self._tenant_bytes[entry.tenant]
         return True

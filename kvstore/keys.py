@@ -4,6 +4,11 @@
     page_key(i)   = SHA-256("cedar.page/1"  ‖ key of page i-1 (or root) ‖ token ids ‖ images)
     tail_digest   = SHA-256("cedar.tail/1"  ‖ key of the last full page ‖ token ids after it ‖ images)
 
+The first ``RUN_TAG_BYTES`` of a key name the *run* the page belongs to, the next byte is the page's place in
+it: ``RUN_PAGES`` consecutive pages of a chain make a run, and take over the first bytes of its first page's
+hash. So whoever has a key knows where it is placed (``placement``), and a run lies together in every index.
+216 bits of the hash remain.
+
 Every field is tagged and length-prefixed (``tag u8 ‖ length u32 LE ‖ bytes``), so no two different inputs
 give the same hash input. Token ids are u32 LE. Every image position carries the same token id, so an image
 enters by the hash of its content, with the part of its span that lies in the page.
@@ -24,6 +29,8 @@ from typing import Final, Protocol
 from cedar.kvstore.errors import InvalidRequest
 
 KEY_BYTES: Final = 32
+RUN_TAG_BYTES: Final = 4
+RUN_PAGES: Final = 16
 CONTENT_HASH_BYTES: Final = 32
 
 _ROOT: Final = b"cedar.root/1"
@@ -31,6 +38,7 @@ _PAGE: Final = b"cedar.page/1"
 _TAIL: Final = b"cedar.tail/1"
 _TAG_DOMAIN, _TAG_FORMAT, _TAG_FINGERPRINT, _TAG_RECIPE, _TAG_TENANT = 1, 2, 3, 4, 5
 _TAG_PARENT, _TAG_IDS, _TAG_IMAGE = 16, 17, 18
+_NO_PAGE: Final = b"\xff"  # in the place of a root's place: the page after it begins a run
 _FIELD: Final = struct.Struct("<BI")
 _IMAGE: Final = struct.Struct("<III")
 
@@ -79,18 +87,19 @@ def root_key(format_id: bytes, fingerprint: bytes, tenant_domain: bytes, *, reci
     ``recipe``: names a class of numerics whose pages are not to be shared with others; empty shares.
     """
     _expect_length("fingerprint", fingerprint, KEY_BYTES)
-    return _digest(
+    digest = _digest(
         (_TAG_DOMAIN, _ROOT),
         (_TAG_FORMAT, format_id),
         (_TAG_FINGERPRINT, fingerprint),
         (_TAG_RECIPE, recipe),
         (_TAG_TENANT, tenant_domain),
     )
+    return digest[:RUN_TAG_BYTES] + _NO_PAGE + digest[RUN_TAG_BYTES + 1 :]
 
 
 def page_key(parent: bytes, ids: Sequence[int], images: Sequence[ImagePart] = ()) -> bytes:
     """Key of the page that holds ``ids`` and follows ``parent`` (a page key or the root key)."""
-    return _chain(_PAGE, parent, _id_bytes(ids), images)
+    return _in_run(parent, _chain(_PAGE, parent, _id_bytes(ids), images))
 
 
 def tail_digest(parent_key: bytes, ids_after: Sequence[int], images_after: Sequence[ImagePart] = ()) -> bytes:
@@ -122,7 +131,8 @@ def chain_keys(
     for page in range(count):
         start = page * page_tokens
         parts = image_parts(spans, start, start + page_tokens) if spans else ()
-        parent = _chain(_PAGE, parent, raw[4 * start : 4 * (start + page_tokens)], parts)
+        digest = _chain(_PAGE, parent, raw[4 * start : 4 * (start + page_tokens)], parts)
+        parent = _in_run(parent, digest)
         keys.append(parent)
     return keys
 
@@ -146,6 +156,14 @@ def split_keys(joined: bytes, *, field: str = "page_keys", limit: int | None = N
     if limit is not None and count > limit:
         raise InvalidRequest(field, f"{count} keys", f"at most {limit} keys")
     return [joined[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(count)]
+
+
+def _in_run(parent: bytes, digest: bytes) -> bytes:
+    """The page's key: its hash, with the tag of the run and the page's place in it at the front."""
+    place = parent[RUN_TAG_BYTES] + 1
+    if place < RUN_PAGES:
+        return parent[:RUN_TAG_BYTES] + bytes((place,)) + digest[RUN_TAG_BYTES + 1 :]
+    return digest[:RUN_TAG_BYTES] + b"\0" + digest[RUN_TAG_BYTES + 1 :]
 
 
 def _chain(domain: bytes, parent: bytes, ids: bytes | memoryview, images: Sequence[ImagePart]) -> bytes:

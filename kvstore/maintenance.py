@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import lmdb
 from cedar.kvstore import eviction
@@ -19,13 +20,15 @@ from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.errors import Refused, StoreClosed
 from cedar.kvstore.eviction import PageFacts, TokenBucket
 from cedar.kvstore.group_commit import GroupCommit
-from cedar.kvstore.index import PageIndex
+from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.put import PutItem
+from cedar.kvstore.rows import UNKNOWN_TENANT
 from cedar.kvstore.salvage import intact_values
 from cedar.kvstore.segment import DATA_FILE, Segment
 from cedar.kvstore.segment_set import SegmentSet
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.store_time import StoreTime
+from cedar.kvstore.tenants import QUOTA_LOW, TenantTable
 from cedar.kvstore.usage_log import UsageLog
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Maintenance:
         writer: GroupCommit,
         *,
         read: Callable[[bytes], bytes | None],
+        tenants: TenantTable,
+        remove: Callable[[list[bytes]], Any],
     ) -> None:
         self._config = config
         self._time = time
@@ -59,7 +64,12 @@ class Maintenance:
         self._counters = counters
         self._writer = writer
         self._read = read
+        self._tenants = tenants
+        self._remove = remove
+        self._over_quota: dict[bytes, None] = {}
+        self._salvage_lock = threading.Lock()
         self._wanted: dict[bytes, None] = {}
+        self._salvaging: dict[Path, Iterator[tuple[bytes, bytes]]] = {}
         rate = config.carry_bytes_per_s
         self._bucket = TokenBucket(rate, rate, time.now_s())
         self._flushed_s = self._readers_checked_s = time.now_s()
@@ -92,13 +102,27 @@ class Maintenance:
             if eviction.in_last_quarter(entry.segment.last_used_s, now_s, self._config.ttl_s):
                 self._wanted[key] = None
 
+    def over_quota(self, tenant: bytes) -> None:
+        """A tenant's put was refused for its quota: make room among its own pages."""
+        self._over_quota[tenant] = None
+        self._wake.set()
+
+    def discard_damaged(self) -> None:
+        """Give up what is left to salvage: it cannot be told whose it is."""
+        with self._salvage_lock:
+            self._salvaging.clear()
+            for directory in self._segments.damaged_directory.iterdir():
+                shutil.rmtree(directory, ignore_errors=True)
+
     def tick(self) -> None:
         """One round."""
         now_s = self._time.now_s()
         self._evict()
+        self._evict_over_quota()
         self._expire(now_s)
         self._carry_wanted(now_s)
-        self._salvage(now_s)
+        with self._salvage_lock:
+            self._salvage(now_s)
         if now_s - self._flushed_s >= self._config.usage_flush_s:
             self._flushed_s = now_s
             self.save()
@@ -142,6 +166,21 @@ class Maintenance:
                     break
             self._drop(segment, "store_pages_evicted_capacity")
 
+    def _evict_over_quota(self) -> None:
+        while self._over_quota:
+            tenant = next(iter(self._over_quota))
+            del self._over_quota[tenant]
+            excess = self._index.tenant_bytes(tenant) - QUOTA_LOW * self._tenants.quota_bytes(tenant)
+            if excess <= 0:
+                continue
+            pages = [_facts(key, entry) for key, entry in self._index.items() if entry.tenant == tenant]
+            victims = eviction.coldest_pages(pages, excess)
+            try:
+                self._remove(victims).result(_COMMIT_TIMEOUT_S)
+            except (StoreClosed, FutureTimeout):
+                return
+            self._counters.add("store_pages_evicted_quota", len(victims))
+
     def _expire(self, now_s: float) -> None:
         expired = eviction.expired_segments(self._segments.facts(), now_s, self._config.ttl_s)
         for segment in self._by_number(expired):
@@ -178,23 +217,32 @@ class Maintenance:
             return False
 
     def _salvage(self, now_s: float) -> None:
-        """Take the whole pages out of one damaged segment, then delete it."""
+        """Take whole pages out of damaged segments, as fast as carrying goes; delete one when it is done."""
         for directory in sorted(self._segments.damaged_directory.iterdir()):
-            if self._stopping:
-                return
             data_file = directory / DATA_FILE
-            saved = 0
-            if data_file.exists():
-                for key, value in intact_values(data_file, max_value_bytes=_SALVAGE_VALUE_BYTES):
-                    used_s = now_s - self._config.ttl_s / 2  # when it was last used is not known
-                    try:
-                        future = self._writer.submit([PutItem(key, value, used_s=used_s)])
-                        saved += future.result(_COMMIT_TIMEOUT_S).stored
-                    except (Refused, StoreClosed, FutureTimeout):
-                        return
-            self._counters.add("store_pages_salvaged", saved)
-            log.warning("damaged segment %s: %d pages recovered", directory.name, saved)
+            if directory not in self._salvaging:
+                values = intact_values(data_file, max_value_bytes=_SALVAGE_VALUE_BYTES)
+                self._salvaging[directory] = values if data_file.exists() else iter(())
+            for key, value in self._salvaging[directory]:
+                # When it was last used is not known: half of its time is left.
+                item = PutItem(key, value, tenant=UNKNOWN_TENANT, used_s=now_s - self._config.ttl_s / 2)
+                if not self._put(item):
+                    del self._salvaging[directory]  # from the start, when there is room again
+                    return
+                if self._stopping or not self._bucket.take(len(value), now_s):
+                    return
+            del self._salvaging[directory]
+            log.warning("damaged segment %s: done", directory.name)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _put(self, item: PutItem) -> bool:
+        """Store a salvaged page; whether the tier takes puts now."""
+        try:
+            counts = self._writer.submit([item]).result(_COMMIT_TIMEOUT_S)
+        except (Refused, StoreClosed, FutureTimeout):
+            return False
+        self._counters.add("store_pages_salvaged", counts.stored)
+        return not counts.refused
 
     def _free_dead_readers(self) -> None:
         for segment in self._segments.all():
@@ -212,11 +260,12 @@ class Maintenance:
         self._segments.drop(segment)
 
     def _pages(self, segment: Segment) -> list[PageFacts]:
-        return [
-            PageFacts(key, entry.size, entry.put_s, entry.used_s, entry.page_index)
-            for key, entry in self._index.current_keys(segment)
-        ]
+        return [_facts(key, entry) for key, entry in self._index.current_keys(segment)]
 
     def _by_number(self, numbers: list[int]) -> list[Segment]:
         wanted = set(numbers)
         return [segment for segment in self._segments.all() if segment.number in wanted]
+
+
+def _facts(key: bytes, entry: Entry) -> PageFacts:
+    return PageFacts(key, entry.size, entry.put_s, entry.used_s, entry.page_index, entry.ttl_s)

@@ -144,7 +144,12 @@ def from_proto(message: membership_pb2.MemberList) -> MemberList:
         int(message.epoch),
         tuple(
             Member(
-                m.node_id, m.address, m.incarnation, m.weight, _STATES.get(m.state, "draining"), m.joined_epoch
+                m.node_id,
+                m.address,
+                m.incarnation,
+                m.weight,
+                _STATES.get(m.state, "draining"),
+                m.joined_epoch,
             )
             for m in message.members
         ),
@@ -172,7 +177,7 @@ def from_json(text: str) -> MemberList:
     try:
         data: Any = json.loads(text)
         return MemberList(int(data["epoch"]), tuple(Member(**row) for row in data["members"]))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest("member list", text[:80], f"not a member list: {error}") from None
 
 

@@ -18,12 +18,18 @@ from pathlib import Path
 
 import grpc
 from cedar.kvstore.clock import Clock, SystemClock
+from cedar.kvstore.cluster_config import PeerConfig
+from cedar.kvstore.cluster_part import ClusterPart
+from cedar.kvstore.cluster_service import ClusterStoreService
 from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.errors import InvalidRequest, StoreLocked
+from cedar.kvstore.member_feed import MemberFeed
+from cedar.kvstore.peer_service import StorePeerService
 from cedar.kvstore.rpc import add_health, service_handler, transport_options
-from cedar.kvstore.service import StoreService
 from cedar.kvstore.ssd_tier import SsdTier
 from cedar.kvstore.stats import Counters
+from cedar.kvstore.tenant_purge import PEER_SERVICE
+from cedar.kvstore.tls import TlsConfig, server_credentials
 from cedar.kvstore.window_tier import WindowTier
 from cedar.v1 import store_pb2
 
@@ -36,12 +42,26 @@ class PortInUse(RuntimeError):
 
 
 class StoreNode:
-    """A store node inside this process: ``await start()``, later ``await stop()``."""
+    """A store node inside this process: ``await start()``, later ``await stop()``.
 
-    def __init__(self, config: NodeConfig, *, clock: Clock | None = None) -> None:
+    ``peers``: its part in a cluster of nodes. ``feed``: where it learns of the others, when whoever runs the
+    node publishes the member list itself.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        peers: PeerConfig | None = None,
+        feed: MemberFeed | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.config = config
+        self._peers = peers or PeerConfig()
+        self._feed = feed
         self.counters = Counters()
         self.address = ""
+        self.running = False
         self._clock = clock or SystemClock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -64,27 +84,60 @@ class StoreNode:
             keepalive_timeout_s=config.keepalive_timeout_s,
         )
         self._server = grpc.aio.server(options=options.server)
-        service = StoreService(config, self.ssd, self.windows, self._readers, self.counters)
-        self._server.add_generic_rpc_handlers((service_handler(SERVICE, service),))
-        self._health = add_health(self._server, [SERVICE])
         try:
-            port = self._server.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError as error:
+            self.part = ClusterPart(
+                config,
+                self._peers,
+                ssd=self.ssd,
+                windows=self.windows,
+                readers=self._readers,
+                counters=self.counters,
+                feed=self._feed,
+            )
+            port = self._listen()
+            await self.part.prepare()
+        except BaseException:
             await self._close_tiers()
-            raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error}") from None
+            raise
+        service = ClusterStoreService(self.part, config, self.ssd, self.windows, self._readers, self.counters)
+        peer_service = StorePeerService(self.part, service, self.windows)
+        self._server.add_generic_rpc_handlers(
+            (service_handler(SERVICE, service), service_handler(PEER_SERVICE, peer_service))
+        )
+        self._health = add_health(self._server, [SERVICE, PEER_SERVICE])
         await self._server.start()
         self._tasks.append(loop.create_task(self._expire_windows()))
         self.address = f"{config.host}:{port}"
+        await self.part.start(self.address)
+        self.running = True
         return self.address
 
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Be read but not written to, until the other nodes hold what is theirs now; whether they do."""
+        return await self.part.drain(self._peers.drain_timeout_s if timeout_s is None else timeout_s)
+
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new calls, give those in flight ``grace_s``, then commit, close and unlock."""
+        """Refuse new calls, give those in flight ``grace_s``, commit, close, unlock. May be called again."""
+        if not self.running:
+            return
+        self.running = False
         await self._health.enter_graceful_shutdown()
+        await self.part.stop()
         await self._server.stop(grace_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._close_tiers()
+
+    def _listen(self) -> int:
+        config = self.config
+        address = f"{config.host}:{config.port}"
+        try:
+            if config.tls is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, server_credentials(config.tls))
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {address}: {error}") from None
 
     async def _close_tiers(self) -> None:
         loop = asyncio.get_running_loop()
@@ -97,7 +150,7 @@ class StoreNode:
             self.windows.expire()
 
 
-def parse_arguments(argv: list[str] | None = None) -> NodeConfig:
+def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConfig]:
     """The node's configuration from the command line. InvalidRequest names what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m cedar.kvstore.node", description=__doc__)
     add = parser.add_argument
@@ -111,9 +164,34 @@ def parse_arguments(argv: list[str] | None = None) -> NodeConfig:
     add("--reserve-mib", type=float, default=256.0, help="free disk never used (default 256)")
     add("--window-mib", type=float, default=0.0, help="DRAM for window state (default: a tenth of memory)")
     add("--window-ttl-s", type=float, default=600.0)
+    add("--node-id", default="", help="its name in a cluster (default: made once, kept in the directory)")
+    add("--advertise", default="", help="address that others reach it under (default: HOST:PORT)")
+    add(
+        "--membership",
+        default="",
+        metavar="ADDRESS",
+        help="of the membership service",
+    )
+    add("--members-file", type=Path, help="or the file that lists the nodes")
+    add("--weight", type=float, default=1.0, help="share of pages relative to other nodes (default 1)")
+    add("--copies", type=int, default=2, help="nodes that hold what is hit often (default 2)")
+    add("--copy-after-hits", type=int, default=3, help="how often that is (default 3; 0: everything)")
+    add("--copy-mib-per-s", type=float, default=32.0, help="bandwidth for copies (default 32)")
+    add(
+        "--move-mib-per-s",
+        type=float,
+        default=32.0,
+        help="bandwidth for moved pages (default 32)",
+    )
+    add("--max-reads", type=int, default=64, help="GetPages calls at a time (default 64)")
+    add("--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files: mutual TLS")
     add("--fingerprint", action="append", default=[], metavar="HEX", help="take only this model's pages")
     arguments = parser.parse_args(argv)
-    return NodeConfig(
+    tls = None
+    if arguments.tls:
+        ca, certificate, key = arguments.tls
+        tls = TlsConfig(ca_file=ca, certificate_file=certificate, key_file=key)
+    node = NodeConfig(
         ssd=SsdConfig(
             directory=arguments.directory,
             capacity_bytes=int(arguments.capacity_gib * GIB),
@@ -126,19 +204,42 @@ def parse_arguments(argv: list[str] | None = None) -> NodeConfig:
         host=arguments.host,
         port=arguments.port,
         fingerprints=tuple(bytes.fromhex(text) for text in arguments.fingerprint),
+        max_reads=arguments.max_reads,
+        tls=tls,
     )
+    peers = PeerConfig(
+        node_id=arguments.node_id,
+        advertise=arguments.advertise,
+        membership=arguments.membership,
+        members_file=arguments.members_file,
+        weight=arguments.weight,
+        copies=arguments.copies,
+        copy_after_hits=arguments.copy_after_hits,
+        copy_bytes_per_s=int(arguments.copy_mib_per_s * MIB),
+        move_bytes_per_s=int(arguments.move_mib_per_s * MIB),
+    )
+    return node, peers
 
 
-async def serve(config: NodeConfig) -> None:
-    """Run a node until SIGTERM or SIGINT; prints one JSON line when it serves."""
+async def serve(config: NodeConfig, peers: PeerConfig | None = None) -> None:
+    """Run a node until SIGTERM or SIGINT; prints one JSON line when it serves. SIGUSR1: drain, then stop."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    node = StoreNode(config)
+    draining = asyncio.Event()
+
+    def drain() -> None:
+        draining.set()
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGUSR1, drain)
+    node = StoreNode(config, peers=peers)
     address = await node.start()
-    print(json.dumps({"address": address, "pid": os.getpid()}), flush=True)
+    print(json.dumps({"address": address, "pid": os.getpid(), "node_id": node.part.node_id}), flush=True)
     await stopping.wait()
+    if draining.is_set():
+        await node.drain()
     await node.stop()
 
 
@@ -146,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 2 with one clear line when the node cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(parse_arguments(argv)))
+        asyncio.run(serve(*parse_arguments(argv)))
     except (InvalidRequest, StoreLocked, PortInUse, OSError, ValueError) as error:
         print(f"store node: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Final
 
-from cedar.kvstore.errors import CorruptValue, FrameError
+from cedar.kvstore.errors import CorruptValue, FrameError, InvalidRequest
 from cedar.kvstore.frames import FRAME_BYTES, FrameKind, decode_frame, encode_frame
 from cedar.kvstore.header import HEADER_BYTES, verify_value
 from cedar.kvstore.keys import KEY_BYTES, split_keys
@@ -74,9 +74,9 @@ def _values_of(
     frame = decode_frame(message, expect=FrameKind.PAGES)
     try:
         meta = store_pb2.StoredMeta.FromString(frame.meta)
-    except DecodeError as error:
+        named = split_keys(meta.page_keys)
+    except (DecodeError, InvalidRequest) as error:
         raise FrameError("meta", f"{len(frame.meta)} bytes", str(error)) from None
-    named = split_keys(meta.page_keys)
     if not named or named != list(keys[position : position + len(named)]):
         raise CorruptValue("key", f"the store sent other pages than number {position} and after")
     size = meta.value_bytes

@@ -39,14 +39,20 @@ class Run:
     end: int
 
 
-def runs_of(keys: Sequence[bytes]) -> list[Run]:
-    """Cut a list of keys into its runs."""
+def runs_of(keys: Sequence[bytes], positions: Iterable[int] | None = None) -> list[Run]:
+    """Cut a list of keys (the part of it at ``positions``, ascending) into its runs."""
     runs: list[Run] = []
-    start = 0
-    for position in range(1, len(keys) + 1):
-        if position == len(keys) or keys[position][:RUN_TAG_BYTES] != keys[start][:RUN_TAG_BYTES]:
-            runs.append(Run(run_of(keys[start]), start, position))
-            start = position
+    tag = b""
+    start = end = -1
+    for position in range(len(keys)) if positions is None else positions:
+        here = keys[position][:RUN_TAG_BYTES]
+        if here != tag or position != end:
+            if end > start:
+                runs.append(Run(tag, start, end))
+            tag, start = here, position
+        end = position + 1
+    if end > start:
+        runs.append(Run(tag, start, end))
     return runs
 
 

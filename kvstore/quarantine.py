@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Bad values as files ``<page key>.<reason>`` in ``directory``, at most ``limit_bytes`` together."""
+    """Bad values as files ``<page key>.<tenant>.<reason>``, at most ``limit_bytes`` together."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory = directory
@@ -17,13 +18,24 @@ class Quarantine:
         directory.mkdir(exist_ok=True)
         self._bytes = sum(path.stat().st_size for path in directory.iterdir())
 
-    def keep(self, key: bytes, reason: str, value: bytes) -> None:
+    def keep(self, key: bytes, reason: str, value: bytes, *, tenant: bytes = b"") -> None:
         """Keep a copy if there is room; a failure to write is logged, not raised."""
         log.warning("page %s quarantined: %s", key.hex(), reason)
         if self._bytes + len(value) > self._limit_bytes:
             return
         try:
-            (self._directory / f"{key.hex()}.{reason}").write_bytes(value)
+            (self._directory / f"{key.hex()}.{tenant.hex()}.{reason}").write_bytes(value)
             self._bytes += len(value)
         except OSError as error:
             log.warning("quarantine: %s", error)
+
+    def purge(self, tenants: Collection[bytes]) -> int:
+        """Delete what is kept of these tenants; how many values."""
+        names = {tenant.hex() for tenant in tenants}
+        gone = 0
+        for path in list(self._directory.iterdir()):
+            if path.name.split(".")[1:2] and path.name.split(".")[1] in names:
+                self._bytes -= path.stat().st_size
+                path.unlink()
+                gone += 1
+        return gone

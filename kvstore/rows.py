@@ -10,6 +10,8 @@ from cedar.kvstore.errors import CorruptValue
 
 ROW_VERSION: Final = 1
 MAX_TENANT_BYTES: Final = 64
+UNKNOWN_TENANT: Final = b"\0unknown"
+"""Tenant of pages recovered without their rows: whoever removes a tenant must remove these too."""
 _ROW: Final = struct.Struct("<BBHIQdI")
 _DEAD: Final = 1
 

@@ -65,7 +65,7 @@ class Segment:
             path.mkdir(parents=True)
         elif not (path / DATA_FILE).exists():
             raise SegmentDamaged(f"{path.name}: no {DATA_FILE}")
-        _allocate_lock_file(path / LOCK_FILE)
+        _allocate_lock_file(path / LOCK_FILE)  # a no-op where it has its blocks, so also on a full disk
         try:
             self._env = lmdb.open(
                 str(path), map_size=map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS, mode=0o600,

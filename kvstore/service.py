@@ -110,11 +110,13 @@ class StoreService:
         with self._writes.admit():
             fingerprint: bytes | None = None
             total = 0
+            keys: list[bytes] = []
             answers: list[asyncio.Future[PutCounts]] = []
             counts = PutCounts()
             async for message in request_iterator:
                 items, fingerprint = items_of_frame(message, self._config, fingerprint)
                 total += len(items)
+                keys += [item.key for item in items]
                 if total > self._config.max_keys:
                     raise InvalidRequest(
                         "page_keys", f"{total} keys", f"at most {self._config.max_keys} keys"
@@ -128,6 +130,8 @@ class StoreService:
                     answers.append(answer)
             for answer in answers:
                 counts.add(await answer)
+            if not counts.refused:
+                self._stored(keys)
         return store_pb2.PutPagesResponse(
             stored=counts.stored, present=counts.present, conflicts=counts.conflicts, refused=counts.refused
         )
@@ -162,7 +166,7 @@ class StoreService:
                     raise InvalidRequest("frames", 0, "at least one")
                 record = assembler.finish()
                 promised_bytes = 0
-                self._windows.put(first.name, record, first.checksum)
+                self._windows.put(first.name, record, first.checksum, tenant=first.tenant)
             finally:
                 if promised_bytes:
                     self._windows.retract(promised_bytes)
@@ -206,6 +210,9 @@ class StoreService:
         self._ssd.announce(ahead[:_ANNOUNCED_PAGES])
         found = self._ssd.read_run(ahead, max_bytes, build)
         return None if found is None else (found[0].count, found[1])
+
+    def _stored(self, keys: list[bytes]) -> None:
+        """Pages of a put are durable."""
 
     async def _submit(self, items: list[PutItem]) -> asyncio.Future[PutCounts] | None:
         """Queue items, waiting a while for room; None when there was none."""

@@ -9,10 +9,12 @@ When the last reader leaves, the fetch is cancelled.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+log = logging.getLogger(__name__)
 Values = AsyncGenerator[tuple[int, memoryview], None]
 
 
@@ -89,6 +91,8 @@ class SharedFetch:
                 self._notify()
                 while self._received_bytes - self._fastest_bytes() > self._ahead_bytes:
                     await self._changed.wait()
+        except Exception:  # the source answers for its failures; this is a bug in it
+            log.exception("a fetch failed")
         finally:
             self._ended = True
             self._on_end(self)

@@ -7,7 +7,8 @@ for the writer. All methods may block on the disk except ``match``, which looks 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.maintenance import Maintenance
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.quarantine import Quarantine
-from cedar.kvstore.rows import Row
+from cedar.kvstore.removal import Copies, copies_of, remove_pages
+from cedar.kvstore.rows import UNKNOWN_TENANT, Row
 from cedar.kvstore.segment import Segment
 from cedar.kvstore.segment_set import SegmentSet
 from cedar.kvstore.stats import Counters
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LookUp = Callable[[bytes], memoryview | None]
 
+MAX_LOST: Final = 65_536
 ERRORS_TO_CONDEMN: Final = 3
 """Reads that LMDB itself fails in one segment before the segment is taken out of service and salvaged."""
 
@@ -73,9 +76,13 @@ class SsdTier:
             if config.durability == "none":
                 self._volatile.set()
             self._segments = SegmentSet(config)
-            self._index = PageIndex(config.ttl_s, config.usage_grain_s)
+            self.tenants = config.tenant_table
+            self._lost: OrderedDict[bytes, None] = OrderedDict()
+            self._index = PageIndex(self.tenants.ttl_s, config.usage_grain_s)
             floor_s = self._load_index()
-            uses = UsageLog(config.directory / "uses", period_s=config.segment_s, keep_s=config.ttl_s)
+            uses = UsageLog(
+                config.directory / "uses", period_s=config.segment_s, keep_s=self.tenants.longest_ttl_s
+            )
             for key, used_s in uses.read():
                 self._index.remember_use(key, used_s)
                 floor_s = max(floor_s, used_s)
@@ -88,12 +95,30 @@ class SsdTier:
             raise
         self._errors: dict[int, int] = {}
         self._closed = False
-        committer = Committer(config, clock, self._segments, self._index, self.counters, self._press)
+        self._committer = committer = Committer(
+            config, clock, self._segments, self._index, self.counters, self._press
+        )
         self._writer = GroupCommit(
-            config, committer, self._index, self.counters, now_s=self._time.now_s, on_corrupt=self._corrupt
+            config,
+            committer,
+            self._index,
+            self.counters,
+            now_s=self._time.now_s,
+            tenants=self.tenants,
+            on_quota=lambda tenant: self.maintenance.over_quota(tenant),
+            on_corrupt=self._corrupt,
         )
         self.maintenance = Maintenance(
-            config, self._time, self._segments, self._index, uses, self.counters, self._writer, read=self.get
+            config,
+            self._time,
+            self._segments,
+            self._index,
+            uses,
+            self.counters,
+            self._writer,
+            read=self.get,
+            tenants=self.tenants,
+            remove=self.remove,
         )
         if background:
             self.maintenance.start()
@@ -170,6 +195,77 @@ class SsdTier:
                 entry.segment.announce(entry.offset, entry.size)
                 entry.segment.let_go()
 
+    # ---- for other nodes ----
+
+    def now_s(self) -> float:
+        """Store time."""
+        return self._time.now_s()
+
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these can be served. Not a use."""
+        now_s = self._time.now_s()
+        return [self._index.live(key, now_s) is not None for key in keys]
+
+    def facts(self, key: bytes) -> tuple[int, bytes, float] | None:
+        """(place in its chain, tenant, seconds since its last use) of a page that can be served."""
+        now_s = self._time.now_s()
+        entry = self._index.live(key, now_s)
+        return None if entry is None else (entry.page_index, entry.tenant, max(now_s - entry.used_s, 0.0))
+
+    def lost(self, key: bytes) -> bool:
+        """Whether this page was here and turned out damaged."""
+        return key in self._lost
+
+    def listing(self, portion: int) -> Iterator[list[bytes]]:
+        """Keys of all pages in portions: young segments first, in each the last used first, heads first."""
+        now_s = self._time.now_s()
+        for segment in reversed(self._segments.all()):
+            live = [(k, e) for k, e in self._index.current_keys(segment) if e.used_s + e.ttl_s > now_s]
+            live.sort(key=lambda page: (-page[1].used_s, page[1].page_index))
+            for start in range(0, len(live), portion):
+                yield [key for key, _ in live[start : start + portion]]
+
+    # ---- removal ----
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """Remove pages and take their bytes off the disk; bytes that went. Runs on the writer thread."""
+
+        def chore() -> int:
+            copies: Copies = {}
+            for key in keys:
+                entry = self._index.get(key)
+                if entry is not None:
+                    row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset)
+                    copies.setdefault(entry.segment, {})[key] = row
+            return self._removed(copies)
+
+        return self._writer.call(chore)
+
+    def purge(self, tenant: bytes) -> tuple[list[bytes], int]:
+        """Remove all pages of a tenant, and those of which nobody knows the tenant: (keys, bytes) that went.
+
+        Covers every put that was submitted before, older copies, quarantined and damaged data. Blocks.
+        """
+        tenants = {tenant, UNKNOWN_TENANT}
+        self.maintenance.discard_damaged()
+        closed = [segment for segment in self._segments.all() if segment.closed_to_writes]
+        copies = copies_of(closed, tenants)
+
+        def chore() -> int:
+            seen = set(closed)
+            copies.update(copies_of([s for s in self._segments.all() if s not in seen], tenants))
+            return self._removed(copies)
+
+        size = self._writer.call(chore).result()
+        self._quarantine.purge(tenants)
+        return [key for rows in copies.values() for key in rows], size
+
+    def _removed(self, copies: Copies) -> int:
+        def not_erased() -> None:
+            self.counters.add("store_erase_failures")
+
+        return remove_pages(self._index, self._committer, copies, not_erased)
+
     # ---- upkeep ----
 
     def stats(self) -> dict[str, float]:
@@ -236,7 +332,7 @@ class SsdTier:
             try:
                 verify_value(view, page_key=key)
             except CorruptValue as error:
-                self._quarantine.keep(key, error.reason, bytes(view))
+                self._quarantine.keep(key, error.reason, bytes(view), tenant=entry.tenant)
                 raise
         except CorruptValue as error:
             self._corrupt(key, entry, error)
@@ -248,6 +344,7 @@ class SsdTier:
 
     def _corrupt(self, key: bytes, entry: Entry, error: CorruptValue) -> None:
         if self._index.remove(key, entry.segment):
+            self._note_lost(key)
             self.counters.add("store_values_corrupt")
             row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset, dead=True)
             self._writer.mark_dead(entry.segment, key, row)
@@ -256,6 +353,7 @@ class SsdTier:
     def _segment_error(self, key: bytes, entry: Entry, error: lmdb.Error) -> None:
         """LMDB itself failed: forget the page, and after a few the whole segment."""
         segment = entry.segment
+        self._note_lost(key)
         log.warning("segment %d: page %s: %s", segment.number, key.hex(), error)
         self._index.remove(key, segment)
         self._errors[segment.number] = self._errors.get(segment.number, 0) + 1
@@ -264,6 +362,11 @@ class SsdTier:
             self._index.remove_segment(segment)
             self._segments.condemn(segment)
             self.maintenance.wake()
+
+    def _note_lost(self, key: bytes) -> None:
+        self._lost[key] = None
+        if len(self._lost) > MAX_LOST:
+            self._lost.popitem(last=False)
 
     def _count_miss(self, key: bytes) -> None:
         expired = self._index.get(key) is not None

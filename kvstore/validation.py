@@ -61,8 +61,7 @@ def items_of_frame(
         raise InvalidRequest(
             "payload", f"{len(frame.payload)} bytes", f"page_keys and value_bytes say {wanted}"
         )
-    if len(meta.tenant) > MAX_TENANT_BYTES:
-        raise InvalidRequest("tenant", f"{len(meta.tenant)} bytes", f"at most {MAX_TENANT_BYTES} bytes")
+    tenant = _tenant(meta.tenant)
     if meta.first_page + len(keys) >= 1 << 32:
         raise InvalidRequest("first_page", meta.first_page, "the chain must stay below 2**32 pages")
     items = []
@@ -74,9 +73,15 @@ def items_of_frame(
             raise InvalidRequest("value", f"number {number}", str(error)) from None
         if fingerprint is None:
             fingerprint = expect_fingerprint(header.fingerprint, config.fingerprints)
-        items.append(PutItem(key, value, meta.first_page + number, meta.tenant))
+        items.append(PutItem(key, value, meta.first_page + number, tenant))
     assert fingerprint is not None
     return items, fingerprint
+
+
+def _tenant(tenant: bytes) -> bytes:
+    if len(tenant) > MAX_TENANT_BYTES:
+        raise InvalidRequest("tenant", f"{len(tenant)} bytes", f"at most {MAX_TENANT_BYTES} bytes")
+    return tenant
 
 
 def expect_fingerprint(fingerprint: bytes, allowed: Sequence[bytes]) -> bytes:
@@ -95,6 +100,7 @@ class WindowPiece:
     offset: int
     checksum: bytes
     piece: memoryview
+    tenant: bytes = b""
 
     def continues(self, first: WindowPiece) -> bool:
         """Whether this belongs to the same record as the first piece of its call."""
@@ -110,7 +116,8 @@ def window_piece(message: bytes) -> WindowPiece:
     if len(meta.checksum) != CHECKSUM_BYTES:
         raise InvalidRequest("checksum", f"{len(meta.checksum)} bytes", f"must be {CHECKSUM_BYTES} bytes")
     name = window_name(meta.page_key, meta.tokens, meta.digest)
-    return WindowPiece(name, meta.total_bytes, meta.offset, meta.checksum, frame.payload)
+    tenant = _tenant(meta.tenant)
+    return WindowPiece(name, meta.total_bytes, meta.offset, meta.checksum, frame.payload, tenant)
 
 
 def window_name(page_key: bytes, tokens: int, digest: bytes) -> WindowName:

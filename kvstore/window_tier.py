@@ -34,6 +34,7 @@ class _Held:
     record: bytes
     checksum: bytes
     expires_s: float
+    tenant: bytes
 
 
 class WindowTier:
@@ -82,7 +83,7 @@ class WindowTier:
         with self._lock:
             self._promised_bytes -= record_bytes + NAME_BYTES
 
-    def put(self, name: WindowName, record: bytes, checksum: bytes) -> None:
+    def put(self, name: WindowName, record: bytes, checksum: bytes, *, tenant: bytes = b"") -> None:
         """Keep a promised record; one of the same name is replaced."""
         with self._lock:
             self._promised_bytes -= len(record) + NAME_BYTES
@@ -94,7 +95,8 @@ class WindowTier:
                 self._counters.add("store_window_evicted_budget")
             # The dictionary of the page went with its last record, if that was just removed.
             self._by_page.setdefault(name.page_key, siblings)[name] = None
-            self._held[name] = _Held(record, checksum, self._clock.monotonic_s() + self.config.ttl_s)
+            expires_s = self._clock.monotonic_s() + self.config.ttl_s
+            self._held[name] = _Held(record, checksum, expires_s, tenant)
             self._used_bytes += len(record) + NAME_BYTES
             self._counters.add("store_window_puts")
 
@@ -132,6 +134,19 @@ class WindowTier:
                 return False
             self._remove(name)
             return True
+
+    def tenant_of(self, name: WindowName) -> bytes:
+        """Whose record it is; empty when that is not known, or the record gone."""
+        held = self._held.get(name)
+        return b"" if held is None else held.tenant
+
+    def purge(self, tenant: bytes) -> int:
+        """Remove every record of a tenant, and those of which nobody knows the tenant; how many."""
+        with self._lock:
+            names = [name for name, held in self._held.items() if held.tenant in (tenant, b"")]
+            for name in names:
+                self._remove(name)
+            return len(names)
 
     def expire(self) -> None:
         """Remove every record that is past its time."""

@@ -17,7 +17,9 @@ from cedar.kvstore.window_tier import WindowName
 from cedar.v1 import store_pb2
 
 
-def window_frames(name: WindowName, record: bytes, checksum: bytes) -> Iterator[bytes]:
+def window_frames(
+    name: WindowName, record: bytes, checksum: bytes, *, tenant: bytes = b""
+) -> Iterator[bytes]:
     """Frames of one record, in order."""
     meta = store_pb2.WindowMeta(
         page_key=name.page_key,
@@ -25,6 +27,7 @@ def window_frames(name: WindowName, record: bytes, checksum: bytes) -> Iterator[
         digest=name.digest,
         total_bytes=len(record),
         checksum=checksum,
+        tenant=tenant,
     )
     for offset, piece in split_record(record):
         meta.offset = offset

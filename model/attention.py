@@ -18,7 +18,7 @@ from cedar.model.sources import Compressor, Indexer, Selection, SourcePages
 from cedar.model.step import Step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Attention:
     """Weights and place of one layer's attention. `pages` is None in a window-only layer."""
 

@@ -22,7 +22,7 @@ from cedar.model.step import Step
 Observe = Callable[[str, torch.Tensor], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StreamMix:
     """The mHC projection of one sublayer."""
 
@@ -38,7 +38,7 @@ class StreamMix:
         return mhc_mix(streams, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iters)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Layer:
     """Weights and plan of one backbone layer."""
 

@@ -33,7 +33,7 @@ class ExpansionBudget:
         return fits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense:
     """An FP8 matrix [O, I] with 32x32 block scales; its input is quantised on the way in."""
 
@@ -52,7 +52,7 @@ class Dense:
         return linear_fp8(x, self.weight, self.scale, expanded=self.expanded)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plain:
     """A bf16 matrix [O, I] (kept in float64 when the budget allows)."""
 
@@ -68,7 +68,7 @@ class Plain:
         return linear_dense(x, self.weight, out_dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Experts:
     """Routed experts, stacked MXFP4: payload and scale of w1, w3 [E, I, d] and w2 [E, d, I]."""
 

@@ -10,7 +10,7 @@ d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +42,20 @@ class EngramHasher:
         self._pad = compressed_ids[config.pad_token_id]
         self._plans = {plan.layer: _PlanTensors.of(plan) for plan in plans}
 
-    def rows(self, spans: Sequence[tuple[SequenceState, int, int]]) -> dict[int, torch.Tensor]:
-        """Table rows int64 [N, C] by layer, for positions [begin, end) of each sequence, in that order."""
+    def rows(
+        self, spans: Sequence[tuple[SequenceState, int, int]], layers: Container[int]
+    ) -> dict[int, torch.Tensor]:
+        """Table rows int64 [N, C] of the Engram layers among `layers`, for positions [begin, end) of each."""
+        plans = {layer: plan for layer, plan in self._plans.items() if layer in layers}
+        if not plans:
+            return {}
         windows = torch.cat([token_windows(seq, begin, end, self.ngram) for seq, begin, end in spans])
         known = windows != _STOPPED
         tokens = torch.where(known, self._compressed[torch.where(known, windows, 0)], self._pad)
-        return {layer: plan.hash(tokens) for layer, plan in self._plans.items()}
+        return {layer: plan.hash(tokens) for layer, plan in plans.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _PlanTensors:
     multipliers: torch.Tensor  # int64 [G]
     primes: torch.Tensor  # int64 [G - 1, heads]
@@ -103,7 +108,7 @@ def _one_window(seq: SequenceState, position: int, ngram: int) -> list[int]:
     return window + [_STOPPED] * (ngram - len(window))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EngramLayer:
     """The table and weights of one Engram layer."""
 

@@ -10,7 +10,7 @@ from cedar.kernels.router import route
 from cedar.model.dense import Dense, Experts, Plain
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MixtureOfExperts:
     """Weights of one layer's feed-forward part."""
 

@@ -7,7 +7,7 @@ methods work depends on the stage it was loaded for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Union
 
 import torch
@@ -29,7 +29,7 @@ ImageInput = Union[bytes, "Image.Image", PreparedImage]
 DEFAULT_CHUNK_TOKENS: Final = 512
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Network:
     """A loaded model. `text` is None in the encoder stage, `vision` in the prefill and decode stages."""
 
@@ -39,8 +39,8 @@ class Network:
     device: torch.device
     stage: str | None
     fingerprint: bytes
-    text: TextNetwork | None
-    vision: VisionTower | None
+    text: TextNetwork | None = field(repr=False)
+    vision: VisionTower | None = field(repr=False)
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
 
     def prefill(
@@ -63,9 +63,9 @@ class Network:
         text = self._text()
         check_sequence(seq, upto, memory, self.config, self.layout.page_tokens)
         first = self.config.decoder_start_layer if replay else self.config.layers
-        tail = _open_tail(seq, first, decoder_from)
         if upto <= seq.length:
             raise InputError("upto", upto, f"above the sequence's length, {seq.length}")
+        tail = _open_tail(seq, first, decoder_from)
         step = Step(memory, self.config, [(seq, seq.length, upto)])
         streams, pre = text.embed(step, features)
         streams, pre = text.run(streams, pre, step, range(first))

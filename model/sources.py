@@ -22,7 +22,7 @@ from cedar.model.step import GroupPlan, Step
 _SCORE_BYTES: Final = 1 << 28  # scores [rows, entries] held at a time
 
 
-@dataclass
+@dataclass(eq=False)
 class Selection:
     """What selecting layers leave for the layers above them, within one step."""
 
@@ -44,7 +44,7 @@ class SourcePages:
         return cls(ratio=source.ratio, planes=EntryPlanes(*planes))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Compressor:
     """Turns groups of m tokens into packed global entries and index keys.
 
@@ -89,7 +89,7 @@ class Compressor:
         return pool_groups(together[0][groups.members], together[1][groups.members])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Indexer:
     """Scores index keys of the layer's source, or the candidate pool among them, and keeps the best."""
 

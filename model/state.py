@@ -39,7 +39,7 @@ class ImageSpan:
         return self.start + self.length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVMemory:
     """The tensors of one engine; pages and slots are handed out by its owner, not here."""
 
@@ -76,7 +76,7 @@ def tailed_ratios(config: ModelConfig) -> tuple[int, ...]:
     return tuple(ratio for ratio in ratios if ratio > 1)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StreamTail:
     """Rows that have run the lower layers of a prompt and wait for the rest; position of row 0 is `start`.
 
@@ -118,7 +118,7 @@ class StreamTail:
             self.start += surplus
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
     """One request. `ids[:length]` have run; `pages` are page slots in order; images are ascending and
     disjoint.

@@ -23,7 +23,7 @@ from cedar.model.state import KVMemory, SequenceState
 Span = tuple[SequenceState, int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupPlan:
     """Which groups of m tokens close in a step, and what stays in the tails.
 

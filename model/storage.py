@@ -15,6 +15,7 @@ import torch
 from cedar.model.errors import CheckpointError
 
 _READERS: Final = 4
+_PIECE_BYTES: Final = 1 << 26  # of one request to a remote store
 
 
 class Storage:
@@ -72,8 +73,10 @@ class Storage:
                 file.seek(begin)
                 got = file.readinto(view)
             self._count(name, got, begin, end)
-        else:
-            view[:] = self.read(name, begin, end)
+            return buffer
+        for at in range(begin, end, _PIECE_BYTES):
+            stop = min(at + _PIECE_BYTES, end)
+            view[at - begin : stop - begin] = self.read(name, at, stop)
         return buffer
 
     def read_many(

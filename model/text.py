@@ -20,7 +20,7 @@ from cedar.model.sources import Selection
 from cedar.model.step import Step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TextNetwork:
     """All text weights. Stateless: memory and sequences come with the step."""
 
@@ -56,9 +56,9 @@ class TextNetwork:
         pre[:, 0] = 1.0
         return streams, pre
 
-    def hash_rows(self, step: Step) -> dict[int, torch.Tensor]:
-        """Engram table rows of every Engram layer for the step's positions, on the host."""
-        return {} if self.hasher is None else self.hasher.rows(step.spans)
+    def hash_rows(self, step: Step, layers: range) -> dict[int, torch.Tensor]:
+        """Table rows of the Engram layers among `layers` for the step's positions, on the host."""
+        return {} if self.hasher is None else self.hasher.rows(step.spans, layers)
 
     def run(
         self,
@@ -74,7 +74,7 @@ class TextNetwork:
 
         `produced`: a source among them whose entries exist already.
         """
-        hashed = self.hash_rows(step)
+        hashed = self.hash_rows(step, layers)
         selection = Selection()
         if observe is not None:
             for layer in layers:
@@ -88,7 +88,7 @@ class TextNetwork:
 
     def produce(self, streams: torch.Tensor, pre: torch.Tensor, step: Step, layer: int) -> None:
         """Only the entries of source `layer`, from what enters it."""
-        hashed = self.hash_rows(step) if self.layers[layer].engram is not None else {}
+        hashed = self.hash_rows(step, range(layer, layer + 1))
         self.layers[layer].produce_entries(streams, pre, step, hashed.get(layer))
 
     def logits(

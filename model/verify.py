@@ -36,7 +36,7 @@ __all__ = ["TensorResult", "verify", "verify_network"]
 def verify(
     path: str | os.PathLike[str], expected: str | os.PathLike[str], device: str = "cpu"
 ) -> list[TensorResult]:
-    """Compare the checkpoint at `path` with the safetensors file `expected`: a result for every saved tensor."""
+    """Compare the checkpoint at `path` with safetensors file `expected`: one result for each saved tensor."""
     return verify_network(load_network(path, device), os.fspath(expected))
 
 

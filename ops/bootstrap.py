@@ -12,16 +12,18 @@ build pip can find; with a GPU nothing narrows it and pip takes its default, the
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import venv
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PACKAGE_FOLDERS = ("proto", "kernels", "model", "kvstore", "actors", "cluster", "ops", "configs")
@@ -35,6 +37,7 @@ LOG_TAIL_LINES = 25
 class Stamp:
     """What an environment holds. Equal stamps mean that nothing needs to be done."""
 
+    root: str
     requirements: str
     files: str
     torch: str
@@ -46,6 +49,7 @@ class Stamp:
         try:
             record = json.loads(path.read_text())
             return cls(
+                root=record["root"],
                 requirements=record["requirements"],
                 files=record["files"],
                 torch=record["torch"],
@@ -100,6 +104,7 @@ def wanted(root: Path, build: str, extras: tuple[str, ...]) -> Stamp:
     """Return the stamp that an up-to-date environment would carry."""
     inputs = [root / "pyproject.toml", *constraint_files(root, build)]
     return Stamp(
+        root=str(root),
         requirements=digest(path.read_bytes() for path in inputs),
         files=digest(name.encode() for name in source_files(root)),
         torch=build,
@@ -108,11 +113,16 @@ def wanted(root: Path, build: str, extras: tuple[str, ...]) -> Stamp:
 
 
 def steps_needed(have: Stamp | None, want: Stamp) -> str:
-    """Return ``nothing``, ``links`` (only the file list changed) or ``all``.
+    """Return ``nothing``, ``links`` (only the file list changed), ``all`` or ``afresh`` (a new environment).
+
+    An environment that was moved has the old place in its scripts, and pip would find the other build
+    of torch good enough, so these two need a new one.
 
     Extras only accumulate: an environment made for the tests also serves the demo.
     """
-    if have is None or have.requirements != want.requirements or have.torch != want.torch:
+    if have is not None and (have.root, have.torch) != (want.root, want.torch):
+        return "afresh"
+    if have is None or have.requirements != want.requirements:
         return "all"
     if not set(want.extras) <= set(have.extras):
         return "all"
@@ -120,30 +130,41 @@ def steps_needed(have: Stamp | None, want: Stamp) -> str:
 
 
 class Progress:
-    """One line that moves on a terminal; a line now and then elsewhere."""
+    """Says what goes on and for how long: a moving line on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._start = time.monotonic()
-        self._printed = self._start
         self._terminal = sys.stdout.isatty()
+        self._text = ""
+        self._done = threading.Event()
         print(f"{title} ...", flush=True)
+        self._clock = threading.Thread(target=self._tick, daemon=True)
+        self._clock.start()
 
     def note(self, text: str) -> None:
-        """Show ``text`` as the current activity."""
-        now = time.monotonic()
-        if self._terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K  {now - self._start:4.0f} s  {text}"[:width], end="", flush=True)
-        elif now - self._printed >= 10:
-            print(f"  {now - self._start:4.0f} s  {text}", flush=True)
-            self._printed = now
+        """Set the current activity."""
+        self._text = text
 
     def done(self) -> None:
-        """Close the line with the time taken."""
-        if self._terminal:
-            print("\r\x1b[K", end="")
+        """Close with the time taken."""
+        self.close()
         print(f"{self._title}: done in {time.monotonic() - self._start:.0f} s", flush=True)
+
+    def close(self) -> None:
+        """Stop the clock and clear its line."""
+        self._done.set()
+        self._clock.join()
+        if self._terminal:
+            print("\r\x1b[K", end="", flush=True)
+
+    def _tick(self) -> None:
+        while not self._done.wait(0.5 if self._terminal else 10.0):
+            line = f"  {time.monotonic() - self._start:4.0f} s  {self._text}"
+            if self._terminal:
+                print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+            else:
+                print(line, flush=True)
 
 
 def pip(python: Path, log: Path, arguments: list[str], progress: Progress) -> None:
@@ -163,9 +184,12 @@ def pip(python: Path, log: Path, arguments: list[str], progress: Progress) -> No
             sink.write(line)
             lines.append(line)
             words = line.split()
-            if words and words[0] in ("Collecting", "Downloading", "Processing", "Building", "Installing"):
-                progress.note(" ".join(words)[:100])
+            if words and words[0] == "Installing":
+                progress.note(f"unpacking {len(words) - 3} packages")
+            elif words and words[0] in ("Collecting", "Downloading", "Processing", "Building"):
+                progress.note(f"{words[0].lower()} {words[1].rsplit('/', 1)[-1]}")
     if process.returncode != 0:
+        progress.close()
         print("".join(lines[-LOG_TAIL_LINES:]), file=sys.stderr)
         sys.exit(f"pip failed; everything it said is in {log}")
 
@@ -173,7 +197,7 @@ def pip(python: Path, log: Path, arguments: list[str], progress: Progress) -> No
 def create_environment(directory: Path) -> Path:
     """Create a virtual environment unless it is there; return its interpreter."""
     python = directory / "bin" / "python"
-    if python.exists():
+    if (directory / "bin" / "pip").exists():
         return python
     try:
         venv.create(directory, with_pip=True, clear=directory.exists())
@@ -196,12 +220,15 @@ def install(root: Path, directory: Path, build: str, extras: tuple[str, ...]) ->
     )
     progress = Progress(doing)
     progress.note("creating the environment")
-    if have is not None and have.torch != build:
-        shutil.rmtree(directory)  # pip would find the other build of torch good enough
+    if step == "afresh":
+        shutil.rmtree(directory)
+        have = None
     python = create_environment(directory)
     log = directory / LOG
     log.unlink(missing_ok=True)
     constraints = [item for path in constraint_files(root, build) for item in ("-c", str(path))]
+    for links in (root / "build").glob("__editable__.*"):
+        shutil.rmtree(links)  # of an earlier version or file list
     every_extra = tuple(sorted({*extras, *(have.extras if have else ())}))
     target = f"{root}[{','.join(every_extra)}]" if every_extra else str(root)
     editable = ["--no-build-isolation", "--config-settings", "editable_mode=strict", "-e"]
@@ -210,7 +237,7 @@ def install(root: Path, directory: Path, build: str, extras: tuple[str, ...]) ->
     else:
         pip(python, log, [*constraints, "setuptools>=77", "wheel"], progress)
         pip(python, log, [*constraints, *editable, target], progress)
-    Stamp(requirements=want.requirements, files=want.files, torch=build, extras=every_extra).write(stamp_path)
+    replace(want, extras=every_extra).write(stamp_path)
     progress.done()
 
 
@@ -222,7 +249,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto", help="default: what fits")
     arguments = parser.parse_args(argv)
     root = Path(__file__).resolve().parent.parent
-    install(root, root / arguments.venv, torch_build(arguments.torch), tuple(sorted(arguments.extra)))
+    with (root / "pyproject.toml").open() as project:
+        fcntl.flock(project, fcntl.LOCK_EX)  # one installation at a time in a tree
+        try:
+            install(root, root / arguments.venv, torch_build(arguments.torch), tuple(sorted(arguments.extra)))
+        except KeyboardInterrupt:
+            print("\ninterrupted; the next make starts over where it has to", file=sys.stderr)
+            return 130
     return 0
 
 

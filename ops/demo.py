@@ -44,8 +44,8 @@ OVERRIDES = (
 )
 IMAGE_NAME = "image.png"
 SYSTEM = (
-    "You look at pictures with care. Say what is in them, how the parts lie to each other, and what you are not "
-    "sure of. Be brief and exact."
+    "You look at pictures with care. Say what is in them, how the parts lie to each other, and what you are "
+    "not sure of. Be brief and exact."
 )
 QUESTIONS = ("What is in this picture?", "And what else?")
 TEMPERATURE = 0.8

@@ -16,6 +16,7 @@ code   meaning
 from __future__ import annotations
 
 from enum import IntEnum
+from signal import SIGTERM
 
 
 class Exit(IntEnum):
@@ -46,7 +47,8 @@ def explain(error: BaseException) -> tuple[str, Exit] | None:
     """
     if isinstance(error, CommandError):
         return str(error), error.code
-    if isinstance(error, KeyboardInterrupt):
+    terminated = isinstance(error, SystemExit) and error.code == SIGTERM  # as Ray ends a start in progress
+    if terminated or isinstance(error, KeyboardInterrupt):
         return "interrupted", Exit.INTERRUPTED
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", Exit.USAGE

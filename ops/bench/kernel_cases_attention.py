@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, select_ref, sparse_attention_ref
+from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref
 from cedar.kernels.index_scores_triton import scores as score_kernel
 from cedar.kernels.paging import Plane
 from cedar.kernels.select_triton import candidate_blocks, keep_blocks, top_k
@@ -53,10 +53,13 @@ def attention_truth(args: tuple, picks: torch.Tensor) -> torch.Tensor:
     """float64 [len(picks), H, D] of some tokens of `sparse_attention`'s arguments, not rounded after p·k."""
     q, pages, planes, table, seq, entries, window, rows, sink, (cos, sin) = args
     turned = _turn(q[picks], cos[picks], sin[picks]).to(torch.bfloat16).to(torch.float64)
-    keys = sparse_attention_ref.global_keys(pages, planes, table, seq[picks], entries[picks])
-    keys = torch.cat((keys, sparse_attention_ref.window_keys(window, rows[picks], 512)), 1)
+    packed = paging_ref.gather(pages, planes, table, seq[picks], entries[picks])
+    near = fp8_ref.unpack_rows(window[rows[picks].clamp_min(0).long()], 512)
+    keys = torch.cat((fp4_ref.unpack_e4m3(*packed), near), 1).to(torch.float64)
     present = torch.cat((entries[picks] >= 0, rows[picks] >= 0), 1)
-    o = sparse_attention_ref.attend(turned, keys, present, sink.to(torch.float64))
+    logits = (turned @ keys.transpose(1, 2) * 512**-0.5).masked_fill(~present[:, None], -torch.inf)
+    logits = torch.cat((logits, sink.to(torch.float64)[None, :, None].expand(len(picks), -1, -1)), 2)
+    o = torch.softmax(logits, 2)[..., :-1] @ keys
     return _turn(o, cos[picks], -sin[picks])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,12 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "v41-tiny"
 TENANT = b"\x07" * 32
 
 _ids = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_unawaited(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert not [record.getMessage() for record in caplog.get_records("call") if record.name == "asyncio"]
 
 
 @pytest.fixture(scope="session")
@@ -112,16 +118,30 @@ class Single:
                 return tokens
             logits = self.network.decode(memory, [seq])[0]
 
-    def replayed(self, ids: Sequence[int], hit_pages: int, count: int) -> list[int]:
+    def replayed(
+        self,
+        ids: Sequence[int],
+        hit_pages: int,
+        count: int,
+        images: tuple[ImageSpan, ...] = (),
+        features: dict[bytes, torch.Tensor] | None = None,
+    ) -> list[int]:
         """As after a hit of so many pages, which a cold run made, without window state."""
         memory, seq = self.network.own_sequence(list(ids), count)
+        seq.images = images
         hits = hit_pages * self.network.layout.page_tokens
-        self.network.prefill(memory, seq, hits)
+        self.network.prefill(memory, seq, hits, features)
         start = hits - self.network.config.window
         again = SequenceState(
-            slot=0, pages=seq.pages, ids=list(ids), length=start, encoder_start=start, write_from=hits
+            slot=0,
+            pages=seq.pages,
+            ids=list(ids),
+            images=images,
+            length=start,
+            encoder_start=start,
+            write_from=hits,
         )
-        return self.run(memory, again, count)
+        return self.run(memory, again, count, features=features)
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +167,9 @@ class Reply:
 class Rig:
     """Workers, and what the gateway does with them."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, *, own_networks: bool = False) -> None:
         self.network = network
+        self.shared = None if own_networks else network
         self.encoder: EncoderWorker | None = None
         self.prefill: PrefillWorker = None  # type: ignore[assignment]
         self.decodes: list[DecodeWorker] = []
@@ -180,14 +201,14 @@ class Rig:
             self.client = StoreClient(settings["store"], fingerprint=self.network.fingerprint)
         if encoder:
             config = EncoderConfig(checkpoint=str(GOLDEN), drain_s=0.0)
-            self.encoder = EncoderWorker(config, network=self.network)
+            self.encoder = EncoderWorker(config, network=self.shared)
             self.workers.append(self.encoder)
         small = {"pages": 40, "slots": 4, "retry_after_ms": 10}
         self.prefill = PrefillWorker(
-            PrefillConfig(**(settings | small | {"chunk_pages": 1} | (prefill or {}))), network=self.network
+            PrefillConfig(**(settings | small | {"chunk_pages": 1} | (prefill or {}))), network=self.shared
         )
         self.decodes = [
-            DecodeWorker(DecodeConfig(**(settings | small | (decode or {}))), network=self.network)
+            DecodeWorker(DecodeConfig(**(settings | small | (decode or {}))), network=self.shared)
             for _ in range(decodes)
         ]
         self.workers += [self.prefill, *self.decodes]
@@ -294,13 +315,19 @@ class Rig:
         """Prefill, stream from Admitted on, and the final accounts."""
         reply = Reply()
         stream: asyncio.Task[Any] | None = None
-        async for event in self.prefill_events(request):
-            if event.HasField("admitted"):
-                reply.sources = event.admitted.sources
-                reply.encoder_start = event.admitted.encoder_start
-                stream = asyncio.create_task(self.tokens(decode, request.request_id, start))
-            else:
-                reply.done = event.done
+        try:
+            async for event in self.prefill_events(request):
+                if event.HasField("admitted"):
+                    reply.sources = event.admitted.sources
+                    reply.encoder_start = event.admitted.encoder_start
+                    stream = asyncio.create_task(self.tokens(decode, request.request_id, start))
+                else:
+                    reply.done = event.done
+        except grpc.aio.AioRpcError:
+            if stream is not None:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stream
+            raise
         assert stream is not None
         reply.tokens, reply.end = await stream
         return reply

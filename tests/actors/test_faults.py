@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from cedar.actors.errors import PortInUse
 from cedar.actors.wire_prompt import pack_ids
 from cedar.v1 import common_pb2
 from cedar.v1.common_pb2 import FinishReason
-from cedar.v1.stages_pb2 import StreamRequest, WorkerStatusRequest
+from cedar.v1.stages_pb2 import StreamRequest, WindowRef, WorkerStatusRequest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -40,7 +41,7 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 
 
 async def test_a_client_that_is_gone_costs_one_lease(rig: Any, prompt: Any) -> None:
-    async with rig(decode={"request_lease_s": 0.2}) as cluster:
+    async with rig(decode={"request_lease_s": 1.0}) as cluster:
         request = cluster.request(prompt(50, 40), 400)
         async for _ in cluster.prefill_events(request):
             pass
@@ -122,7 +123,7 @@ async def test_a_deadline_that_passes_frees_everything(rig: Any, prompt: Any) ->
     async with rig() as cluster:
         async with cluster.prefill.parts.engine.turn:
             call = cluster.stub(cluster.prefill.address, "Prefill").Prefill(
-                cluster.request(prompt(50, 40), 4), timeout=0.3
+                cluster.request(prompt(50, 40), 4), timeout=1.0
             )
             await call.read()
             code, _, _ = await failure_of(call.read())
@@ -152,6 +153,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         r"images\[0\].length",
     ),
     "no request id": ({"request_id": ""}, "request_id"),
+    "no decode worker": ({"decode_address": ""}, "decode_address"),
+    "half a window name": (
+        {"window": WindowRef(page_key=b"\x01" * 32, tokens=3, digest=b"x")},
+        "window.digest",
+    ),
     "more generated than asked for": ({"prompt_tokens": 5}, "max_tokens"),
 }
 
@@ -290,6 +296,15 @@ async def test_a_draining_worker_ends_what_runs_and_takes_nothing_new(
         assert cluster.decode.status().draining
 
 
+async def test_a_prefill_that_waits_long_is_not_taken_for_dead(rig: Any, single: Any, prompt: Any) -> None:
+    async with rig(prefill={"heartbeat_s": 0.1}, decode={"handoff_idle_s": 1.0}) as cluster:
+        async with cluster.prefill.parts.engine.turn:
+            work = asyncio.create_task(cluster.generate(cluster.request(prompt(50, 40), 2)))
+            await until(lambda: cluster.decode.status().slots_leased)
+            await asyncio.sleep(1.5)
+        assert (await work).ids == single.cold(prompt(50, 40), 2)
+
+
 # ---- bugs and poison
 
 
@@ -399,6 +414,16 @@ async def test_a_port_in_use_is_named(rig: Any, network: Any) -> None:
         with pytest.raises(PortInUse, match=f"127.0.0.1:{port}"):
             await taken.start()
         await taken.stop(0)
+
+
+async def test_a_thread_that_does_not_come_back_is_unhealthy(rig: Any) -> None:
+    async with rig(decode={"stuck_s": 0.05}) as cluster:
+        go = threading.Event()
+        stuck = asyncio.create_task(cluster.decode._thread.call(lambda: go.wait(10)))
+        await until(lambda: not cluster.decode.healthy())
+        go.set()
+        await stuck
+        await until(lambda: cluster.decode.healthy())
 
 
 async def test_a_checkpoint_that_is_not_there_is_named() -> None:

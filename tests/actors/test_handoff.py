@@ -258,7 +258,8 @@ async def test_a_missing_page_or_a_wrong_first_token_is_not_run(rig: Any, sequen
 
 @pytest.mark.parametrize("way", ["cancel", "end", "failed", "silence"])
 async def test_a_handoff_that_breaks_frees_everything(rig: Any, sequence: Any, way: str) -> None:
-    async with rig(decode={"handoff_idle_s": 0.3}) as cluster, handoff(cluster, sequence) as peer:
+    idle_s = 0.5 if way == "silence" else 30.0
+    async with rig(decode={"handoff_idle_s": idle_s}) as cluster, handoff(cluster, sequence) as peer:
         await peer.header()
         await peer.send(pages_frame([(0, peer.sequence.values[0])]))
         reader = asyncio.create_task(cluster.tokens(0, "r"))
@@ -274,7 +275,7 @@ async def test_a_handoff_that_breaks_frees_everything(rig: Any, sequence: Any, w
             await peer.send(encode_frame(FrameKind.HANDOFF_FAILED, HandoffFailed(reason="no features")))
             await peer.fails(StatusCode.UNAVAILABLE, "no features")
         else:
-            await peer.fails(StatusCode.DEADLINE_EXCEEDED, "nothing for 0.3 s")
+            await peer.fails(StatusCode.DEADLINE_EXCEEDED, "nothing for 0.5 s")
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await reader
         assert failure.value.code() is StatusCode.UNAVAILABLE

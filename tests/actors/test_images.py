@@ -44,6 +44,41 @@ async def test_a_prompt_with_an_image(rig: Any, single: Any, pictured: Any) -> N
         assert again.done.traffic.feature_bytes_sent == 0
 
 
+async def test_workers_that_each_load_their_own_part_of_the_checkpoint(
+    rig: Any, single: Any, pictured: Any
+) -> None:
+    ids, spans, features = pictured
+    async with rig(encoder=True, own_networks=True) as cluster:
+        source = await cluster.encode(IMAGE)
+        reply = await cluster.generate(cluster.request(ids, 5, images=spans, features=[source]))
+        assert reply.ids == single.cold(ids, 5, images=spans, features=features)
+
+
+async def test_a_replay_inside_an_image_and_a_turn_after_it(
+    rig: Any, single: Any, pictured: Any, prompt: Any
+) -> None:
+    ids, spans, features = pictured
+    cut = next(page * 32 for page in range(1, 9) if spans[0].start < page * 32 - 16 < spans[0].end)
+    assert cut < spans[0].end, "the replay begins inside the image"
+    async with rig(encoder=True, store=True) as cluster:
+        source = await cluster.encode(IMAGE)
+        await cluster.generate(cluster.request(ids, 1, images=spans, features=[source]))
+        engine = cluster.prefill.parts.engine
+        engine.pages.drop_cached()
+        hits = cut // 32
+        wire = cluster.request(ids, 5, images=spans, features=[source], hit_pages=hits)
+        reply = await cluster.generate(wire)
+        assert (reply.sources.hit_store_tokens, reply.sources.replayed_tokens) == (cut, 16)
+        assert reply.ids == single.replayed(ids, hits, 5, spans, features)
+        # The next turn resumes behind the image, and needs no features.
+        longer = [*ids, *reply.ids, *prompt(32, 20)]
+        found = await cluster.offer(longer, spans)
+        second = await cluster.generate(cluster.request(longer, 3, images=spans, **found))
+        assert second.sources.state_restored
+        assert second.done.traffic.feature_bytes_sent == 0
+        assert second.encoder_start == cut - 16, "what follows a replay is known to"
+
+
 async def test_equal_images_are_encoded_once_also_at_the_same_time(rig: Any) -> None:
     async with rig(encoder=True) as cluster:
         await asyncio.gather(*(cluster.encode(IMAGE) for _ in range(4)))

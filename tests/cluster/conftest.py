@@ -1,13 +1,16 @@
-"""Fixtures of the in-process cluster (``in_process``)."""
+"""Fixtures: the cluster in one process, the one on Ray, and the plain network."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from cedar.actors.prompts import PromptTools
 from cedar.cluster.client import GenerationClient
 
-from .in_process import Stack, idle, local_config, running
+from .in_process import GOLDEN, PAGE_TOKENS, Stack, idle, local_config, running
+from .ray_cluster import RayCluster
+from .single_process import SingleProcess
 
 
 # One event loop a module: a worker belongs to the loop that started it, and some stacks are shared.
@@ -28,3 +31,25 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
 async def client(stack: Stack) -> AsyncIterator[GenerationClient]:
     async with GenerationClient(stack.address, api_key="key-a") as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """One cluster on a real Ray for the whole session. Its window tier holds one record."""
+    overrides = ("gateway.port=0", "store.window_bytes=24000", "decode.autoscaling.max=2")
+    cluster = RayCluster(tmp_path_factory.mktemp("ray"), *overrides)
+    try:
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def tools() -> PromptTools:
+    return PromptTools.load(str(GOLDEN), PAGE_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def single() -> SingleProcess:
+    return SingleProcess(str(GOLDEN), PAGE_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,11 +26,14 @@ from cedar.cluster.gateway import Gateway
 from cedar.cluster.tenants import Tenants
 from cedar.cluster.worker_configs import decode_config, encoder_config, prefill_config, store_config
 from cedar.kvstore.node import StoreNode
+from cedar.model import load_network
+from cedar.model.network import Network
 from cedar.v1 import generation_pb2 as pb
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 IMAGE = (GOLDEN / "image.png").read_bytes()
 HOST = "127.0.0.1"
+PAGE_TOKENS = 32
 
 
 def local_config(*overrides: str) -> ClusterConfig:
@@ -43,15 +47,21 @@ def local_config(*overrides: str) -> ClusterConfig:
     return load_config("local-cpu", [*short, *overrides])
 
 
+@functools.cache
+def network() -> Network:
+    """The workers of all stacks share one: its weights are read only."""
+    return load_network(str(GOLDEN), page_tokens=PAGE_TOKENS)
+
+
 class Stack:
     """Everything that runs; tests break parts of it."""
 
     def __init__(self, config: ClusterConfig, store_directory: Path) -> None:
         self.config = config
         self.directory = LocalDirectory(config.directory.expire_after_s)
-        self.encoder = EncoderWorker(encoder_config(config, HOST))
-        self.prefills = [PrefillWorker(prefill_config(config, HOST))]
-        self.decode = [DecodeWorker(decode_config(config, HOST)) for _ in range(2)]
+        self.encoder = EncoderWorker(encoder_config(config, HOST), network=network())
+        self.prefills = [PrefillWorker(prefill_config(config, HOST), network=network())]
+        self.decode = [DecodeWorker(decode_config(config, HOST), network=network()) for _ in range(2)]
         self.store = StoreNode(store_config(config, str(store_directory), HOST))
         self.gateway = Gateway(config, self.directory, Tenants(b"t" * 32, keys={"key-a": "a", "key-b": "b"}))
         self.announcers: dict[str, Announcer] = {}
@@ -75,7 +85,7 @@ class Stack:
         await self.announce(lambda: describe(worker.status(), worker.address), moved)
 
     async def add_prefill(self) -> None:
-        self.prefills.append(PrefillWorker(prefill_config(self.config, HOST)))
+        self.prefills.append(PrefillWorker(prefill_config(self.config, HOST), network=network()))
         await self.start_worker(self.prefills[-1])
         while len(self.gateway.fleet.view.stage("prefill")) < len(self.prefills):
             await asyncio.sleep(0.01)

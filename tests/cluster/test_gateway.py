@@ -165,6 +165,15 @@ async def test_tenants_share_nothing(shared: Stack) -> None:
     assert hits[2] == 0
 
 
+async def test_tenants_may_use_the_same_request_id(shared: Stack) -> None:
+    async def one(key: str) -> pb.Finished:
+        async with GenerationClient(shared.address, api_key=key) as client:
+            return finished_of(await collect(client, ask(request_id="same")))
+
+    ends = await asyncio.gather(one("key-a"), one("key-b"))
+    assert [end.completion_tokens for end in ends] == [8, 8]
+
+
 async def test_stop_strings_cut_the_text_and_free_the_request(shared: Stack) -> None:
     async with GenerationClient(shared.address, api_key="key-a") as client:
         whole = text_of(await collect(client, ask(max_tokens=24)))

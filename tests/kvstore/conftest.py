@@ -107,8 +107,9 @@ def running_node(tmp_path: Path) -> NodeMaker:
         await node.start()
         try:
             yield node
-            node.ssd.check_integrity(deep=True)
-            node.windows.check_integrity()
+            if node.running:
+                node.ssd.check_integrity(deep=True)
+                node.windows.check_integrity()
         finally:
             await node.stop(0.2)
 

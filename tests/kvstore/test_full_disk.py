@@ -23,8 +23,9 @@ disk, blind = Path({disk!r}), sys.argv[1] == "blind"
 if blind:  # the check of free space sees nothing, so LMDB itself meets the end of the disk
     segment_set.free_disk_bytes = lambda path: 1 << 40
 chains = Chains()
-tier = SsdTier(SsdConfig(directory=disk / "store", capacity_bytes=1 << 30, segment_bytes=2 * MIB, reserve_bytes=0,
-                         disk_retry_s=0.01, commit_wait_s=0.0), background=False)
+config = SsdConfig(directory=disk / "store", capacity_bytes=1 << 30, segment_bytes=2 * MIB, reserve_bytes=0,
+                   disk_retry_s=0.01, commit_wait_s=0.0)
+tier = SsdTier(config, background=False)
 acked, reasons, salt = [], [], 0
 filler = disk / "filler"
 filler.write_bytes(bytes(4 * MIB))
@@ -37,8 +38,19 @@ while len(reasons) < 20:
         time.sleep(0.012)
     else:
         acked.append(keys)
+tier.close()
+with open(disk / "brim", "wb", buffering=0) as brim:  # not one page left
+    try:
+        while brim.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+tier = SsdTier(config, background=False)  # a node must start on a full disk
+tier.maintenance.save()
 good = sum(tier.get(key) == chains.value(key) for keys in acked for key in keys)
+full_put = tier.put(chains.items(chains.keys(10, salt=40_000))).result(30).refused
 filler.unlink()
+(disk / "brim").unlink()
 time.sleep(0.02)
 healed = tier.put(chains.items(chains.keys(10, salt=50_000))).result(30).stored
 segment_set.free_disk_bytes = free_disk_bytes
@@ -50,13 +62,12 @@ time.sleep(0.02)
 after_eviction = tier.put(chains.items(chains.keys(10, salt=60_000))).result(30).stored
 tier.check_integrity(deep=True)
 tier.close()
-again = SsdTier(SsdConfig(directory=disk / "store", capacity_bytes=1 << 30, segment_bytes=2 * MIB,
-                          reserve_bytes=0), background=False)
+again = SsdTier(config, background=False)
 kept = again.match(chains.keys(10, salt=60_000))
 again.check_integrity(deep=True)
 again.close()
 print(json.dumps(dict(acked=len(acked), good=good, reasons=sorted(set(reasons)), healed=healed,
-                      after_eviction=after_eviction, kept=kept)))
+                      full_put=full_put, after_eviction=after_eviction, kept=kept)))
 """
 
 
@@ -82,4 +93,5 @@ def test_a_full_disk_refuses_puts_keeps_gets_and_heals(mode: str, tmp_path: Path
     assert result["acked"] > 100
     assert result["good"] == 10 * result["acked"]
     assert result["reasons"] == (["disk"] if mode == "blind" else ["full"])
+    assert result["full_put"] == 10
     assert (result["healed"], result["after_eviction"], result["kept"]) == (10, 10, 10)

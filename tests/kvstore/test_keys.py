@@ -33,14 +33,28 @@ class Span:
 def test_golden_vectors():
     """These bytes name every page ever stored: a change here is a change of format."""
     root = root_key(b"format", F, tenant_domain(b"secret", "tenant"))
-    assert root.hex() == "9fa9e5878ceec8dcfa61dbec70f09046a70e1d0e1f95979e3368df45de73ab92"
+    assert root.hex() == "9fa9e587ffeec8dcfa61dbec70f09046a70e1d0e1f95979e3368df45de73ab92"
     first = page_key(root, [0, 1, 2, 2**32 - 1])
-    assert first.hex() == "3156cd0566b5631dd9004f99c18a1e713025a3c7d0496e27385be61be6dc48fd"
+    assert first.hex() == "47cd8ff80062e0d23abda6c10c0e8c9d9c50463aa990cbaa00852fc1d4619526"
     second = page_key(first, [5, 6, 7, 8], [ImagePart(1, 3, A, 4)])
-    assert second.hex() == "5bd710349171666194a7b8cd378e1b7e676beec3c9cd3c2732619b49c16b96f7"
+    assert second.hex() == "47cd8ff801496d27e9739ecfe407128d09169a6af90d6e99810b5487166b6f75"
     assert (
-        tail_digest(second, [9]).hex() == "596ccfe40c5b9c8df3811f3c0f3eea95278ec7e04ef52a71cfb29603a6970370"
+        tail_digest(second, [9]).hex() == "72b6360ecfd5ac12f7cce8c6f09ff34b1a3ca64ecf5c08317c26923a02af0de6"
     )
+
+
+def test_keys_name_their_run_and_place():
+    """What placement stands on: sixteen pages share the first bytes and count themselves."""
+    root = root_key(b"format", F, b"tenant")
+    keys = chain_keys(root, list(range(40 * 4)), [], 4)
+    assert [key[4] for key in keys] == [i % 16 for i in range(40)]
+    assert [len({key[:4] for key in keys[start : start + 16]}) for start in (0, 16, 32)] == [1, 1, 1]
+    assert len({key[:4] for key in (root, *keys)}) == 4
+    assert len({key[5:] for key in keys}) == 40
+    by_hand = root
+    for page in range(40):
+        by_hand = page_key(by_hand, range(4 * page, 4 * page + 4))
+        assert by_hand == keys[page]
 
 
 def test_every_part_of_the_root_separates():
@@ -177,8 +191,13 @@ def test_the_hash_input_is_as_documented():
 
     root = root_key(b"format", F, b"domain", recipe=b"r")
     parts = [(1, b"cedar.root/1"), (2, b"format"), (3, F), (4, b"r"), (5, b"domain")]
-    assert root == hashlib.sha256(b"".join(field(*part) for part in parts)).digest()
+    digest = hashlib.sha256(b"".join(field(*part) for part in parts)).digest()
+    assert root == digest[:4] + b"\xff" + digest[5:]
     image = struct.pack("<III", 1, 3, 4) + A
     parts = [(1, b"cedar.page/1"), (16, root), (17, struct.pack("<2I", 5, 6)), (18, image)]
     expected = hashlib.sha256(b"".join(field(*part) for part in parts)).digest()
-    assert page_key(root, [5, 6], [ImagePart(1, 3, A, 4)]) == expected
+    first = page_key(root, [5, 6], [ImagePart(1, 3, A, 4)])
+    assert first == expected[:4] + b"\0" + expected[5:]
+    parts = [(1, b"cedar.page/1"), (16, first), (17, struct.pack("<I", 7))]
+    expected = hashlib.sha256(b"".join(field(*part) for part in parts)).digest()
+    assert page_key(first, [7]) == first[:4] + b"\1" + expected[5:]

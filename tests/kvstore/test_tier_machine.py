@@ -7,16 +7,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from cedar.kvstore.clock import ManualClock
 from cedar.kvstore.config import HOUR_S, MIB, SsdConfig
 from cedar.kvstore.header import seal_value
 from cedar.kvstore.keys import chain_keys, root_key
 from cedar.kvstore.put import PutItem
 from cedar.kvstore.ssd_tier import SsdTier
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 F = b"f" * 32
 TTL_S = 72 * HOUR_S

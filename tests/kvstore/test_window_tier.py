@@ -4,15 +4,14 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from cedar.kvstore.clock import ManualClock
 from cedar.kvstore.config import WindowConfig
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.machine import memory_bytes
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.window_tier import NAME_BYTES, WindowName, WindowTier
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 PAGE, OTHER = b"p" * 32, b"o" * 32
 

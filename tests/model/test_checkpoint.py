@@ -1,4 +1,4 @@
-"""Reading checkpoints: only what a stage needs, by byte ranges, and every lie found before it becomes a weight."""
+"""Reading checkpoints: only what a stage needs, by byte ranges, and every lie found in time."""
 
 from __future__ import annotations
 
@@ -257,7 +257,8 @@ def test_a_header_length_beyond_the_file_is_refused(copy: Path, length: int) -> 
 
 
 def test_a_name_given_twice_is_refused(copy: Path) -> None:
-    raw = b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    entry = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    raw = b"{" + entry + b"," + entry + b"}"
     (copy / SHARD).write_bytes(struct.pack("<Q", len(raw)) + raw)
     with pytest.raises(CheckpointError, match="given twice: a"):
         load_network(copy)

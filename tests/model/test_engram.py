@@ -30,7 +30,7 @@ def test_golden_rows_in_any_chunks(network: Network, expected: Tensors, prompt: 
         begin, parts = 0, []
         while begin < len(ids):
             end = min(len(ids), begin + rng.randint(1, largest))
-            parts.append(hasher(network).rows([(seq, begin, end)]))
+            parts.append(hasher(network).rows([(seq, begin, end)], range(12)))
             begin = end
         for layer in (1, 4):
             rows = torch.cat([part[layer] for part in parts])
@@ -41,8 +41,8 @@ def test_several_sequences_at_once(network: Network, expected: Tensors) -> None:
     ids = expected["text/input_ids"][0].tolist()
     seqs = [SequenceState(slot=i, pages=[], ids=ids[i * 10 :]) for i in range(3)]
     spans = [(seqs[0], 0, 1), (seqs[1], 7, 20), (seqs[2], 33, 34)]
-    together = hasher(network).rows(spans)
-    alone = [hasher(network).rows([span]) for span in spans]
+    together = hasher(network).rows(spans, range(12))
+    alone = [hasher(network).rows([span], range(12)) for span in spans]
     for layer in (1, 4):
         assert torch.equal(together[layer], torch.cat([rows[layer] for rows in alone]))
 

@@ -214,7 +214,7 @@ def test_a_next_turn_with_kept_window_state(
 def test_page_cut_prefix_reuse_with_kept_window_state(
     network: Network, memory: KVMemory, ids: list[int], cut: int
 ) -> None:
-    """A sequence stopped at a page boundary, its rings, tails and pages moved elsewhere, equals a cold run."""
+    """A sequence stopped at a page boundary, all of its state moved elsewhere, equals a cold run."""
     first = sequence(network, ids[:cut], slot=1, first_page=10)
     network.prefill(memory, first, cut)
     other = leftover_memory(network)
@@ -230,7 +230,7 @@ def test_page_cut_prefix_reuse_with_kept_window_state(
 
 
 class PlainWindow(Step):
-    """A step whose window keys are the chunk's own, found by comparing positions: no rings, no bookkeeping."""
+    """A step whose window keys are the chunk's own, found by comparing positions: no rings."""
 
     start: int
 
@@ -252,7 +252,7 @@ class PlainWindow(Step):
 def bounded_run(
     network: Network, memory: KVMemory, seq: SequenceState, start: int, end: int, features: Features | None
 ) -> torch.Tensor:
-    """Encoder layers over [start, end) with window reads that stop at `start`, decoder over the last W tokens."""
+    """Encoder over [start, end) with window reads that stop at `start`, decoder over the last W tokens."""
     assert network.text is not None
     config = network.config
     first = config.decoder_start_layer
@@ -326,7 +326,7 @@ def test_a_page_hit_differs_from_a_cold_run_only_by_its_bounded_reads(
 def test_a_resume_gives_what_decode_had(
     network: Network, memory: KVMemory, ids: list[int], prompt: int, generated: int
 ) -> None:
-    """Prompt plus generated tokens prefilled elsewhere: the decoder runs from where the first prefill's began."""
+    """Prompt plus generated tokens prefilled elsewhere; the decoder starts where the first prefill's did."""
     seq = sequence(network, ids[:160], slot=1, first_page=10)
     run(network, memory, seq, [prompt])
     for _ in range(generated):

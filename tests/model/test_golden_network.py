@@ -94,7 +94,7 @@ def test_each_layer_fed_the_golden_one_below(network: Network, expected: Tensors
         name = f"{prompt}/layer{plan.layer:02d}"
         step = Step(memory, network.config, [(seq, 0, len(ids))])
         selection = _golden_selection(network, memory, seq, expected, prompt, plan.layer, step)
-        hashed = network.text.hash_rows(step).get(plan.layer)
+        hashed = network.text.hash_rows(step, range(12)).get(plan.layer)
         captured: Tensors = {}
         network.text.layers[plan.layer].run(
             expected[f"{below}.stream"][0],
@@ -161,7 +161,7 @@ def _golden_selection(
     layer: int,
     step: Step,
 ) -> Selection:
-    """What golden lower layers leave for `layer`: their entries and keys in pages, the selection or the pool."""
+    """What golden lower layers leave for `layer`: entries and keys in pages, the selection or the pool."""
     plan = network.plan[layer]
     if plan.kv_source is None or plan.mode is LayerMode.FULL:
         return Selection()
@@ -181,7 +181,7 @@ def _golden_selection(
 def _golden_pool(
     network: Network, expected: Tensors, prompt: str, source: int, memory: KVMemory, step: Step
 ) -> torch.Tensor:
-    """The pool is not among the golden tensors: the source's own selecting part gives it, from golden inputs."""
+    """The pool is no golden tensor: the source's own selecting part gives it, from golden inputs."""
     assert network.text is not None
     below = f"{prompt}/layer{source - 1:02d}"
     selection = Selection()

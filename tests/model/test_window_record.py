@@ -95,11 +95,15 @@ from safetensors.torch import load_file, save_file
 from cedar.model import load_network
 from cedar.model.window_record import import_window
 
-torch.set_num_threads(1) golden, folder = Path(sys.argv[1]), Path(sys.argv[2]) network = load_network(golden,
-stage="decode") given = load_file(folder / "given.safetensors") memory, seq =
-network.own_sequence(given["ids"].tolist()) memory.pages[: len(given["pages"])] = given["pages"]
-import_window(network, memory, seq, (folder / "record").read_bytes()) save_file({"logits":
-torch.cat([network.decode(memory, [seq]) for _ in range(8)])}, folder / "got.safetensors")
+torch.set_num_threads(1)
+golden, folder = Path(sys.argv[1]), Path(sys.argv[2])
+network = load_network(golden, stage="decode")
+given = load_file(folder / "given.safetensors")
+memory, seq = network.own_sequence(given["ids"].tolist())
+memory.pages[: len(given["pages"])] = given["pages"]
+import_window(network, memory, seq, (folder / "record").read_bytes())
+logits = torch.cat([network.decode(memory, [seq]) for _ in range(8)])
+save_file({"logits": logits}, folder / "got.safetensors")
 """
 
 

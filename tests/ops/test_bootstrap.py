@@ -51,7 +51,13 @@ def test_cpu_constraints_apply_to_the_cpu_build_alone(tree: Path) -> None:
     ]
     assert [path.name for path in bootstrap.constraint_files(tree, "cuda")] == ["constraints.txt"]
     cpu, cuda = bootstrap.wanted(tree, "cpu", ()), bootstrap.wanted(tree, "cuda", ())
-    assert bootstrap.steps_needed(cpu, cuda) == "all"
+    assert bootstrap.steps_needed(cpu, cuda) == "afresh"
+
+
+def test_a_moved_tree_needs_a_new_environment(tree: Path) -> None:
+    before = bootstrap.wanted(tree, "cpu", ())
+    moved = tree.rename(tree.with_name("moved"))
+    assert bootstrap.steps_needed(before, bootstrap.wanted(moved, "cpu", ())) == "afresh"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,6 @@ def test_a_damaged_stamp_counts_as_none(tmp_path: Path) -> None:
     assert bootstrap.Stamp.read(path) is None
     path.write_text('{"requirements": "a"}')
     assert bootstrap.Stamp.read(path) is None
-    stamp = bootstrap.Stamp(requirements="a", files="b", torch="cpu", extras=("test",))
+    stamp = bootstrap.Stamp(root="r", requirements="a", files="b", torch="cpu", extras=("test",))
     stamp.write(path)
     assert bootstrap.Stamp.read(path) == stamp

@@ -84,6 +84,7 @@ def test_help_imports_nothing_heavy() -> None:
         (ClusterNotFound("no cluster runs here"), 3),
         (FileNotFoundError(2, "No such file or directory", "cat.png"), 2),
         (KeyboardInterrupt(), 130),
+        (SystemExit(15), 130),
     ],
 )
 def test_known_errors_become_one_line_and_a_code(

@@ -59,7 +59,6 @@ def test_the_demo_shows_everything_it_promises(environment: dict[str, str]) -> N
         stdin=subprocess.DEVNULL,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    rows = {line[:40].strip(): line[40:].split("  ") for line in finished.stdout.splitlines() if line.strip()}
     text = finished.stdout
     for words in (
         "ready",
@@ -69,13 +68,13 @@ def test_the_demo_shows_everything_it_promises(environment: dict[str, str]) -> N
         "pages sealed",
         "106 bytes of packed KV a token",
     ):
-        assert words in text, rows
+        assert words in text, text
     assert "restored from DRAM" in text
     (hit,) = re.findall(r"pages hit +(\d+) +(\d+)", text)
     assert int(hit[0]) == 0
     assert int(hit[1]) > 1
     (total,) = re.findall(r"done in ([0-9.]+) s", text)
-    assert float(total) < 90
+    assert float(total) < 90, text
     assert_nothing_left(environment)
 
 

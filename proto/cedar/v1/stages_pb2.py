@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cedar.v1 import common_pb2 as cedar_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x65\x64\x61r/v1/stages.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\"4\n\rEncodeRequest\x12\r\n\x05image\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_hash\x18\x02 \x01(\x0c\"g\n\x0e\x45ncodeResponse\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\r\x12\x15\n\rfeature_bytes\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x08\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"\'\n\x0f\x46\x65\x61turesRequest\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\"R\n\x0b\x46\x65\x61tureMeta\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"\x82\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12#\n\x06images\x18\x03 \x03(\x0b\x32\x13.cedar.v1.ImageSpan\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.cedar.v1.SamplingParams\x12\x10\n\x08root_key\x18\x05 \x01(\x0c\x12\x11\n\tpage_keys\x18\x06 \x01(\x0c\x12\x11\n\thit_pages\x18\x07 \x01(\r\x12#\n\x06window\x18\x08 \x01(\x0b\x32\x13.cedar.v1.WindowRef\x12\x16\n\x0e\x64\x65\x63ode_address\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\n \x01(\x04\x12)\n\x08\x66\x65\x61tures\x18\x0b \x03(\x0b\x32\x17.cedar.v1.FeatureSource\x12\x15\n\rprompt_tokens\x18\x0c \x01(\r\x12\x0e\n\x06tenant\x18\r \x01(\x0c\x12\x15\n\rencoder_start\x18\x0e \x01(\r\"=\n\tWindowRef\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\">\n\rFeatureSource\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x17\n\x0f\x65ncoder_address\x18\x02 \x01(\t\"m\n\x0cPrefillEvent\x12-\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x19.cedar.v1.PrefillAdmittedH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.cedar.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"R\n\x0fPrefillAdmitted\x12(\n\x07sources\x18\x01 \x01(\x0b\x32\x17.cedar.v1.PromptSources\x12\x15\n\rencoder_start\x18\x02 \x01(\r\"h\n\x0bPrefillDone\x12\"\n\x07traffic\x18\x01 \x01(\x0b\x32\x11.cedar.v1.Traffic\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x11\n\thandoff_s\x18\x04 \x01(\x01\"\xb2\x02\n\rHandoffHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x14\n\x0cstate_groups\x18\x04 \x03(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12#\n\x06images\x18\x06 \x03(\x0b\x32\x13.cedar.v1.ImageSpan\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.cedar.v1.SamplingParams\x12\x10\n\x08root_key\x18\x08 \x01(\x0c\x12\x11\n\tpage_keys\x18\t \x01(\x0c\x12\x15\n\rprompt_tokens\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x16\n\x0estore_replayed\x18\x0c \x01(\x08\"`\n\x0cHandoffReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x15\n\rmissing_pages\x18\x02 \x03(\r\x12\x0f\n\x07refusal\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"\x19\n\x08PageMeta\x12\r\n\x05index\x18\x01 \x03(\r\"R\n\tStateMeta\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"1\n\nFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.cedar.v1.TokenEvent\"\x1f\n\rHandoffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"%\n\x0bHandoffDone\x12\x16\n\x0epages_received\x18\x01 \x01(\r\"7\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x01(\r\"d\n\x0eStreamResponse\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.cedar.v1.TokenEventH\x00\x12\"\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x13.cedar.v1.StreamEndH\x00\x42\x07\n\x05\x65vent\"\xa7\x01\n\tStreamEnd\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.cedar.v1.FinishReason\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x14\n\x0cpages_sealed\x18\x03 \x01(\r\x12\x14\n\x0cpages_stored\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x14\n\x0cstate_stored\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\")\n\x13\x44\x65\x63odeCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x14\x44\x65\x63odeCancelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13WorkerStatusRequest\"\x84\x03\n\x0cWorkerStatus\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x14\n\x0cpages_leased\x18\x07 \x01(\r\x12\x14\n\x0cpages_cached\x18\x08 \x01(\r\x12\x13\n\x0bslots_total\x18\t \x01(\r\x12\x14\n\x0cslots_leased\x18\n \x01(\r\x12\x36\n\x08\x63ounters\x18\x0b \x03(\x0b\x32$.cedar.v1.WorkerStatus.CountersEntry\x12\x13\n\x0b\x66ingerprint\x18\x0c \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\r \x01(\r\x12\x12\n\npage_bytes\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x85\x01\n\x06\x45ncode\x12;\n\x06\x45ncode\x12\x17.cedar.v1.EncodeRequest\x1a\x18.cedar.v1.EncodeResponse\x12>\n\x0bGetFeatures\x12\x19.cedar.v1.FeaturesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.cedar.v1.PrefillRequest\x1a\x16.cedar.v1.PrefillEvent0\x01\x32\xc7\x01\n\x06\x44\x65\x63ode\x12\x35\n\x07Handoff\x12\x12.cedar.v1.RawFrame\x1a\x12.cedar.v1.RawFrame(\x01\x30\x01\x12=\n\x06Stream\x12\x17.cedar.v1.StreamRequest\x1a\x18.cedar.v1.StreamResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.cedar.v1.DecodeCancelRequest\x1a\x1e.cedar.v1.DecodeCancelResponse2L\n\x06Worker\x12\x42\n\tGetStatus\x12\x1d.cedar.v1.WorkerStatusRequest\x1a\x16.cedar.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x65\x64\x61r/v1/stages.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\"4\n\rEncodeRequest\x12\r\n\x05image\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_hash\x18\x02 \x01(\x0c\"g\n\x0e\x45ncodeResponse\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\r\x12\x15\n\rfeature_bytes\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x08\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"\'\n\x0f\x46\x65\x61turesRequest\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\"R\n\x0b\x46\x65\x61tureMeta\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"\x82\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12#\n\x06images\x18\x03 \x03(\x0b\x32\x13.cedar.v1.ImageSpan\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.cedar.v1.SamplingParams\x12\x10\n\x08root_key\x18\x05 \x01(\x0c\x12\x11\n\tpage_keys\x18\x06 \x01(\x0c\x12\x11\n\thit_pages\x18\x07 \x01(\r\x12#\n\x06window\x18\x08 \x01(\x0b\x32\x13.cedar.v1.WindowRef\x12\x16\n\x0e\x64\x65\x63ode_address\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\n \x01(\x04\x12)\n\x08\x66\x65\x61tures\x18\x0b \x03(\x0b\x32\x17.cedar.v1.FeatureSource\x12\x15\n\rprompt_tokens\x18\x0c \x01(\r\x12\x0e\n\x06tenant\x18\r \x01(\x0c\x12\x15\n\rencoder_start\x18\x0e \x01(\r\"=\n\tWindowRef\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\">\n\rFeatureSource\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x17\n\x0f\x65ncoder_address\x18\x02 \x01(\t\"m\n\x0cPrefillEvent\x12-\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x19.cedar.v1.PrefillAdmittedH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.cedar.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"R\n\x0fPrefillAdmitted\x12(\n\x07sources\x18\x01 \x01(\x0b\x32\x17.cedar.v1.PromptSources\x12\x15\n\rencoder_start\x18\x02 \x01(\r\"h\n\x0bPrefillDone\x12\"\n\x07traffic\x18\x01 \x01(\x0b\x32\x11.cedar.v1.Traffic\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x11\n\thandoff_s\x18\x04 \x01(\x01\"\x9a\x02\n\rHandoffHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x14\n\x0cstate_groups\x18\x04 \x03(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12#\n\x06images\x18\x06 \x03(\x0b\x32\x13.cedar.v1.ImageSpan\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.cedar.v1.SamplingParams\x12\x10\n\x08root_key\x18\x08 \x01(\x0c\x12\x11\n\tpage_keys\x18\t \x01(\x0c\x12\x15\n\rprompt_tokens\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\"`\n\x0cHandoffReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x15\n\rmissing_pages\x18\x02 \x03(\r\x12\x0f\n\x07refusal\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"\x19\n\x08PageMeta\x12\r\n\x05index\x18\x01 \x03(\r\"R\n\tStateMeta\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"1\n\nFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.cedar.v1.TokenEvent\"\x1f\n\rHandoffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"%\n\x0bHandoffDone\x12\x16\n\x0epages_received\x18\x01 \x01(\r\"7\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x01(\r\"d\n\x0eStreamResponse\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.cedar.v1.TokenEventH\x00\x12\"\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x13.cedar.v1.StreamEndH\x00\x42\x07\n\x05\x65vent\"\xa7\x01\n\tStreamEnd\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.cedar.v1.FinishReason\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x14\n\x0cpages_sealed\x18\x03 \x01(\r\x12\x14\n\x0cpages_stored\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x14\n\x0cstate_stored\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\")\n\x13\x44\x65\x63odeCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x14\x44\x65\x63odeCancelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13WorkerStatusRequest\"\x84\x03\n\x0cWorkerStatus\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x14\n\x0cpages_leased\x18\x07 \x01(\r\x12\x14\n\x0cpages_cached\x18\x08 \x01(\r\x12\x13\n\x0bslots_total\x18\t \x01(\r\x12\x14\n\x0cslots_leased\x18\n \x01(\r\x12\x36\n\x08\x63ounters\x18\x0b \x03(\x0b\x32$.cedar.v1.WorkerStatus.CountersEntry\x12\x13\n\x0b\x66ingerprint\x18\x0c \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\r \x01(\r\x12\x12\n\npage_bytes\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x85\x01\n\x06\x45ncode\x12;\n\x06\x45ncode\x12\x17.cedar.v1.EncodeRequest\x1a\x18.cedar.v1.EncodeResponse\x12>\n\x0bGetFeatures\x12\x19.cedar.v1.FeaturesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.cedar.v1.PrefillRequest\x1a\x16.cedar.v1.PrefillEvent0\x01\x32\xc7\x01\n\x06\x44\x65\x63ode\x12\x35\n\x07Handoff\x12\x12.cedar.v1.RawFrame\x1a\x12.cedar.v1.RawFrame(\x01\x30\x01\x12=\n\x06Stream\x12\x17.cedar.v1.StreamRequest\x1a\x18.cedar.v1.StreamResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.cedar.v1.DecodeCancelRequest\x1a\x1e.cedar.v1.DecodeCancelResponse2L\n\x06Worker\x12\x42\n\tGetStatus\x12\x1d.cedar.v1.WorkerStatusRequest\x1a\x16.cedar.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,41 +55,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLDONE']._serialized_start=1053
   _globals['_PREFILLDONE']._serialized_end=1157
   _globals['_HANDOFFHEADER']._serialized_start=1160
-  _globals['_HANDOFFHEADER']._serialized_end=1466
-  _globals['_HANDOFFREPLY']._serialized_start=1468
-  _globals['_HANDOFFREPLY']._serialized_end=1564
-  _globals['_PAGEMETA']._serialized_start=1566
-  _globals['_PAGEMETA']._serialized_end=1591
-  _globals['_STATEMETA']._serialized_start=1593
-  _globals['_STATEMETA']._serialized_end=1675
-  _globals['_FIRSTTOKEN']._serialized_start=1677
-  _globals['_FIRSTTOKEN']._serialized_end=1726
-  _globals['_HANDOFFFAILED']._serialized_start=1728
-  _globals['_HANDOFFFAILED']._serialized_end=1759
-  _globals['_HANDOFFDONE']._serialized_start=1761
-  _globals['_HANDOFFDONE']._serialized_end=1798
-  _globals['_STREAMREQUEST']._serialized_start=1800
-  _globals['_STREAMREQUEST']._serialized_end=1855
-  _globals['_STREAMRESPONSE']._serialized_start=1857
-  _globals['_STREAMRESPONSE']._serialized_end=1957
-  _globals['_STREAMEND']._serialized_start=1960
-  _globals['_STREAMEND']._serialized_end=2127
-  _globals['_DECODECANCELREQUEST']._serialized_start=2129
-  _globals['_DECODECANCELREQUEST']._serialized_end=2170
-  _globals['_DECODECANCELRESPONSE']._serialized_start=2172
-  _globals['_DECODECANCELRESPONSE']._serialized_end=2209
-  _globals['_WORKERSTATUSREQUEST']._serialized_start=2211
-  _globals['_WORKERSTATUSREQUEST']._serialized_end=2232
-  _globals['_WORKERSTATUS']._serialized_start=2235
-  _globals['_WORKERSTATUS']._serialized_end=2623
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=2576
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=2623
-  _globals['_ENCODE']._serialized_start=2626
-  _globals['_ENCODE']._serialized_end=2759
-  _globals['_PREFILL']._serialized_start=2761
-  _globals['_PREFILL']._serialized_end=2833
-  _globals['_DECODE']._serialized_start=2836
-  _globals['_DECODE']._serialized_end=3035
-  _globals['_WORKER']._serialized_start=3037
-  _globals['_WORKER']._serialized_end=3113
+  _globals['_HANDOFFHEADER']._serialized_end=1442
+  _globals['_HANDOFFREPLY']._serialized_start=1444
+  _globals['_HANDOFFREPLY']._serialized_end=1540
+  _globals['_PAGEMETA']._serialized_start=1542
+  _globals['_PAGEMETA']._serialized_end=1567
+  _globals['_STATEMETA']._serialized_start=1569
+  _globals['_STATEMETA']._serialized_end=1651
+  _globals['_FIRSTTOKEN']._serialized_start=1653
+  _globals['_FIRSTTOKEN']._serialized_end=1702
+  _globals['_HANDOFFFAILED']._serialized_start=1704
+  _globals['_HANDOFFFAILED']._serialized_end=1735
+  _globals['_HANDOFFDONE']._serialized_start=1737
+  _globals['_HANDOFFDONE']._serialized_end=1774
+  _globals['_STREAMREQUEST']._serialized_start=1776
+  _globals['_STREAMREQUEST']._serialized_end=1831
+  _globals['_STREAMRESPONSE']._serialized_start=1833
+  _globals['_STREAMRESPONSE']._serialized_end=1933
+  _globals['_STREAMEND']._serialized_start=1936
+  _globals['_STREAMEND']._serialized_end=2103
+  _globals['_DECODECANCELREQUEST']._serialized_start=2105
+  _globals['_DECODECANCELREQUEST']._serialized_end=2146
+  _globals['_DECODECANCELRESPONSE']._serialized_start=2148
+  _globals['_DECODECANCELRESPONSE']._serialized_end=2185
+  _globals['_WORKERSTATUSREQUEST']._serialized_start=2187
+  _globals['_WORKERSTATUSREQUEST']._serialized_end=2208
+  _globals['_WORKERSTATUS']._serialized_start=2211
+  _globals['_WORKERSTATUS']._serialized_end=2599
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=2552
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=2599
+  _globals['_ENCODE']._serialized_start=2602
+  _globals['_ENCODE']._serialized_end=2735
+  _globals['_PREFILL']._serialized_start=2737
+  _globals['_PREFILL']._serialized_end=2809
+  _globals['_DECODE']._serialized_start=2812
+  _globals['_DECODE']._serialized_end=3011
+  _globals['_WORKER']._serialized_start=3013
+  _globals['_WORKER']._serialized_end=3089
 # @@protoc_insertion_point(module_scope)

@@ -126,7 +126,7 @@ class PrefillDone(_message.Message):
     def __init__(self, traffic: _Optional[_Union[_common_pb2.Traffic, _Mapping]] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., handoff_s: _Optional[float] = ...) -> None: ...
 
 class HandoffHeader(_message.Message):
-    __slots__ = ("request_id", "decode_incarnation", "fingerprint", "state_groups", "token_ids", "images", "sampling", "root_key", "page_keys", "prompt_tokens", "tenant", "store_replayed")
+    __slots__ = ("request_id", "decode_incarnation", "fingerprint", "state_groups", "token_ids", "images", "sampling", "root_key", "page_keys", "prompt_tokens", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -138,7 +138,6 @@ class HandoffHeader(_message.Message):
     PAGE_KEYS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    STORE_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode_incarnation: int
     fingerprint: bytes
@@ -150,8 +149,7 @@ class HandoffHeader(_message.Message):
     page_keys: bytes
     prompt_tokens: int
     tenant: bytes
-    store_replayed: bool
-    def __init__(self, request_id: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., state_groups: _Optional[_Iterable[str]] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ..., store_replayed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., state_groups: _Optional[_Iterable[str]] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class HandoffReply(_message.Message):
     __slots__ = ("accepted", "missing_pages", "refusal", "retry_after_ms")

@@ -40,16 +40,20 @@ class GetPagesRequest(_message.Message):
     def __init__(self, page_keys: _Optional[bytes] = ...) -> None: ...
 
 class StoredMeta(_message.Message):
-    __slots__ = ("page_keys", "value_bytes", "first_page", "tenant")
+    __slots__ = ("page_keys", "value_bytes", "first_page", "tenant", "idle_s", "purged_ms")
     PAGE_KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    PURGED_MS_FIELD_NUMBER: _ClassVar[int]
     page_keys: bytes
     value_bytes: int
     first_page: int
     tenant: bytes
-    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ..., first_page: _Optional[int] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    idle_s: int
+    purged_ms: int
+    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ..., first_page: _Optional[int] = ..., tenant: _Optional[bytes] = ..., idle_s: _Optional[int] = ..., purged_ms: _Optional[int] = ...) -> None: ...
 
 class PutPagesResponse(_message.Message):
     __slots__ = ("stored", "present", "conflicts", "refused")
@@ -64,20 +68,22 @@ class PutPagesResponse(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., present: _Optional[int] = ..., conflicts: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class WindowMeta(_message.Message):
-    __slots__ = ("page_key", "tokens", "digest", "total_bytes", "offset", "checksum")
+    __slots__ = ("page_key", "tokens", "digest", "total_bytes", "offset", "checksum", "tenant")
     PAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     page_key: bytes
     tokens: int
     digest: bytes
     total_bytes: int
     offset: int
     checksum: bytes
-    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class PutWindowResponse(_message.Message):
     __slots__ = ("stored",)

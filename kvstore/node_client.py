@@ -1,0 +1,132 @@
+"""One node of a cluster as its clients see it: a StoreClient whose requests carry the member list's epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc
+from cedar.kvstore.client import Match, StoreClient
+from cedar.kvstore.config import ClientConfig
+from cedar.kvstore.epochs import Metadata, enclosed_list
+from cedar.kvstore.members import MemberList
+from cedar.kvstore.rpc import ServiceStub
+from cedar.kvstore.tls import TlsConfig
+
+COPIED_RUNS: Final = "cedar-copied-runs"
+"""Initial metadata of a GetPages answer: runs among those asked for that a second node holds too (hex)."""
+
+
+class NodeClient(StoreClient):
+    """Client of the member ``node_id`` at ``address``.
+
+    ``metadata``: what to send with each request. ``on_list``: told of a newer list. ``on_copied``: told of
+    runs that a second node holds.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        fingerprint: bytes | None,
+        config: ClientConfig,
+        metadata: Callable[[], Metadata],
+        on_list: Callable[[MemberList], object],
+        on_copied: Callable[[str], None],
+        tls: TlsConfig | None = None,
+    ) -> None:
+        super().__init__(address, fingerprint=fingerprint, config=config, tls=tls)
+        self._metadata = metadata
+        self._on_list = on_list
+        self._on_copied = on_copied
+        self._listening: set[asyncio.Task[None]] = set()
+        self.failures = 0
+        self.reads_in_flight = 0
+
+    @property
+    def resting(self) -> bool:
+        """Whether it has failed lately, so that calls to it are skipped."""
+        return not self._breaker.allows(time.monotonic())
+
+    async def try_match(self, root: bytes, keys: Sequence[bytes]) -> Match | None:
+        """As ``match``; None when there was no answer."""
+        failures = self.failures
+        match = await self.match(root, keys)
+        return None if self.failures != failures and not match.pages else match
+
+    async def read(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview], None]:
+        """As ``get_pages``, counted as a read in flight."""
+        self.reads_in_flight += 1
+        try:
+            async with aclosing(self.get_pages(keys)) as values:
+                async for found in values:
+                    yield found
+        finally:
+            self.reads_in_flight -= 1
+
+    async def close(self) -> None:
+        """As of a StoreClient."""
+        await super().close()
+        for task in list(self._listening):
+            task.cancel()
+        if self._listening:
+            await asyncio.wait(list(self._listening))
+
+    def _may_call(self) -> bool:
+        allowed = super()._may_call()
+        if not allowed:
+            self.failures += 1
+        return allowed
+
+    def _connected(self) -> Any:
+        return _Labelled(super()._connected(), self)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code != grpc.StatusCode.NOT_FOUND:
+            self.failures += 1
+        if isinstance(error, grpc.aio.AioRpcError) and code == grpc.StatusCode.FAILED_PRECONDITION:
+            self.counters["store_epoch_refused"] += 1
+            newer = enclosed_list(error.trailing_metadata())
+            if newer is not None:
+                self._on_list(newer)
+            return
+        super()._failed(what, error)
+
+    def _listen(self, call: Any) -> None:
+        """Hear which runs of this answer a second node holds."""
+
+        async def hear() -> None:
+            try:
+                for name, value in await call.initial_metadata() or ():
+                    if name == COPIED_RUNS:
+                        for tag in str(value).split():
+                            self._on_copied(tag)
+            except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError):
+                return
+
+        task = asyncio.get_running_loop().create_task(hear())
+        self._listening.add(task)
+        task.add_done_callback(self._listening.discard)
+
+
+class _Labelled:
+    """A stub whose calls carry the metadata of the moment."""
+
+    def __init__(self, stub: ServiceStub, client: NodeClient) -> None:
+        self._stub = stub
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stub, name)
+
+        def call(request: Any, *, timeout: float) -> Any:
+            started = method(request, timeout=timeout, metadata=self._client._metadata())
+            if name == "GetPages":
+                self._client._listen(started)
+            return started
+
+        return call

@@ -1,0 +1,179 @@
+"""Copies of runs that are hit often, made in the background by the run's owner, within a bandwidth limit.
+
+A put is acknowledged when it is durable on the owner; copies come later and are never waited for. A run that
+was read ``copy_after_hits`` times lives on ``copies`` nodes, its further pages too; when the second holder
+changes, the run is copied to the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cedar.kvstore.cluster_config import PeerConfig
+from cedar.kvstore.member_feed import MemberFeed
+from cedar.kvstore.members import Member
+from cedar.kvstore.pace import Pace
+from cedar.kvstore.peers import Peers
+from cedar.kvstore.placement import run_of, runs_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Run:
+    """A run that is to be on several nodes."""
+
+    pages: dict[bytes, None] = field(default_factory=dict)  # known here, in order
+    sent: dict[str, set[bytes]] = field(default_factory=dict)  # by node
+
+
+class Replication:
+    """Counts hits and sends copies. ``frames``: pages for a peer, as far as they are held here."""
+
+    def __init__(
+        self,
+        node_id: str,
+        feed: MemberFeed,
+        peers: Peers,
+        config: PeerConfig,
+        *,
+        frames: Callable[[Sequence[bytes]], Awaitable[tuple[list[bytes], int]]],
+        count: Callable[[str, float], None],
+    ) -> None:
+        self._node_id = node_id
+        self._feed = feed
+        self._peers = peers
+        self._config = config
+        self._frames = frames
+        self._count = count
+        self._pace = Pace(config.copy_bytes_per_s)
+        self._hits: OrderedDict[bytes, int] = OrderedDict()
+        self._runs: OrderedDict[bytes, _Run] = OrderedDict()
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._more = asyncio.Event()
+        self._epoch = 0
+
+    @property
+    def waiting(self) -> int:
+        """Runs whose copies are behind."""
+        return len(self._queue)
+
+    def hit(self, keys: Sequence[bytes]) -> None:
+        """These pages were served to a client."""
+        if self._alone:
+            return
+        for run in runs_of(keys):
+            hits = self._hits.pop(run.tag, 0) + 1
+            self._hits[run.tag] = hits
+            if len(self._hits) > self._config.remembered_runs:
+                self._hits.popitem(last=False)
+            if hits >= self._config.copy_after_hits:
+                self._grown(run.tag, keys[run.start : run.end])
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """These pages have been put here by a client."""
+        if self._alone:
+            return
+        for run in runs_of(keys):
+            if self._config.copy_after_hits == 0 or run.tag in self._runs:
+                self._grown(run.tag, keys[run.start : run.end])
+
+    def copied(self, tag: bytes) -> Member | None:
+        """The node that holds the copy of a run of which this one is the owner."""
+        state = self._runs.get(tag)
+        if state is not None:
+            for target in self._targets(tag):
+                if state.sent.get(target.node_id):
+                    return target
+        return None
+
+    def second_holder(self, tag: bytes) -> Member | None:
+        """Who would have the copy, if there is one: asked when a page that was here has gone bad."""
+        return next(iter(self._targets(tag)), None)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These pages are gone."""
+        for key in keys:
+            self._hits.pop(run_of(key), None)
+            self._runs.pop(run_of(key), None)
+            self._queue.pop(run_of(key), None)
+
+    async def run(self) -> None:
+        """Send copies until cancelled."""
+        while True:
+            while not self._queue:
+                self._more.clear()
+                await self._more.wait()
+            tag, _ = self._queue.popitem(last=False)
+            try:
+                done = await self._send(tag)
+            except Exception:
+                log.exception("a copy failed")
+                done = True
+            if not done:
+                self._queue[tag] = None
+                await asyncio.sleep(self._config.retry_s)
+
+    async def follow(self) -> None:
+        """When the members change, look at every run that should be on two nodes again."""
+        while True:
+            members = await self._feed.newer(self._epoch)
+            self._epoch = members.epoch
+            listed = {member.node_id for member in members.members}
+            for tag, state in list(self._runs.items()):
+                for name in [name for name in state.sent if name not in listed]:
+                    del state.sent[name]
+                self._enqueue(tag)
+
+    async def _send(self, tag: bytes) -> bool:
+        state = self._runs.get(tag)
+        if state is None:
+            return True
+        for target in self._targets(tag):
+            sent = state.sent.setdefault(target.node_id, set())
+            wanted = [key for key in state.pages if key not in sent]
+            if not wanted:
+                continue
+            frames, pages = await self._frames(wanted)
+            if not pages:
+                continue
+            await self._pace.take(sum(map(len, frames)))
+            kept = await self._peers.of(target).copy(frames, pages)
+            if kept < pages:
+                return False
+            sent.update(wanted)
+            self._count("store_pages_copied_out", pages)
+        return True
+
+    def _targets(self, tag: bytes) -> list[Member]:
+        holders = self._feed.current.holders(tag)
+        if not holders or holders[0].node_id != self._node_id:
+            return []
+        return holders[1 : self._config.copies]
+
+    @property
+    def _alone(self) -> bool:
+        return self._config.copies < 2 or len(self._feed.current.members) < 2
+
+    def _grown(self, tag: bytes, keys: Sequence[bytes]) -> None:
+        """Pages of a run that is to be on several nodes."""
+        state = self._runs.get(tag)
+        if state is None:
+            state = self._runs[tag] = _Run()
+            if len(self._runs) > self._config.remembered_runs // 4:
+                old, _ = self._runs.popitem(last=False)
+                self._queue.pop(old, None)
+        else:
+            self._runs.move_to_end(tag)
+        state.pages.update(dict.fromkeys(keys))
+        targets = self._targets(tag)
+        if any(len(state.sent.get(target.node_id, ())) < len(state.pages) for target in targets):
+            self._enqueue(tag)
+
+    def _enqueue(self, tag: bytes) -> None:
+        self._queue[tag] = None
+        self._more.set()
