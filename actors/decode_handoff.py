@@ -186,6 +186,7 @@ async def _receive(
                     tokens=memory.model.page_tokens,
                     payload_bytes=memory.pages.page_bytes,
                 )
+                worker.pages.check(request.pages[index])
                 memory.pages.write(request.pages[index].slot, payload)
                 worker.pages.seal(request.pages[index], request.keys[index])
         elif frame.kind == FrameKind.HANDOFF_STATE:

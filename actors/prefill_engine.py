@@ -97,6 +97,7 @@ class PrefillEngine:
 
     def load(self, lease: Lease, index: int, key: bytes, payload: memoryview) -> None:
         """Put a page that came from the store into its slot."""
+        self.pages.check(lease.pages[index])
         self.memory.pages.write(lease.pages[index].slot, payload)
         self.seal(lease, index, key)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from cedar.actors import scheduler
 from cedar.actors.channels import Channels
 from cedar.actors.config import PrefillConfig
-from cedar.actors.errors import InvalidRequest
+from cedar.actors.errors import Corrupt, InvalidRequest, NotFound
 from cedar.actors.features import fetch_features
 from cedar.actors.handoff import STATE_GROUPS
 from cedar.actors.handoff_stream import HandoffStream
@@ -29,11 +30,12 @@ from cedar.actors.store_link import StoreLink
 from cedar.actors.store_writer import Receipt
 from cedar.actors.wire_prompt import WirePrompt
 from cedar.kvstore.header import FLAG_AFTER_REPLAY, seal_value
-from cedar.kvstore.keys import KEY_BYTES
+from cedar.kvstore.window_match import window_digest
 from cedar.v1.common_pb2 import Traffic
 from cedar.v1.stages_pb2 import HandoffHeader, PrefillAdmitted, PrefillDone, PrefillEvent, PrefillRequest
 
 if TYPE_CHECKING:
+    from cedar.model.state import SequenceState
     from torch import Tensor
 
 
@@ -43,6 +45,7 @@ class PrefillParts:
 
     engine: PrefillEngine
     store: StoreLink
+    counters: Counter[str]
     channels: Channels
     config: PrefillConfig
 
@@ -93,12 +96,11 @@ class PrefillRun:
             lease = await self._admit()
             try:
                 await handoff.open(self._header(), self._time_left())
-                prefix, record = await self._read_store(lease)
-                parts.engine.rewrite(lease, prefix.pages)
+                prefix, state = await self._prepare(lease)
                 sources = scheduler.sources(parts.engine.memory.model, len(self._prompt.ids), prefix)
                 features = await self._fetch_features(prefix)
                 yield PrefillEvent(admitted=PrefillAdmitted(sources=sources, encoder_start=prefix.origin))
-                await self._compute(lease, prefix, record, features, handoff)
+                await self._compute(lease, prefix, state, features, handoff)
             finally:
                 handoff.stop_sending()
                 parts.engine.release(lease)
@@ -114,14 +116,22 @@ class PrefillRun:
         )
 
     def _check_references(self) -> None:
-        request = self._request
+        request, prompt = self._request, self._prompt
         for field in ("request_id", "decode_address"):
             if not getattr(request, field):
                 raise InvalidRequest(field, "", "must not be empty")
-        for field in ("page_key", "digest") if request.HasField("window") else ():
-            if len(getattr(request.window, field)) != KEY_BYTES:
-                got = f"{len(getattr(request.window, field))} bytes"
-                raise InvalidRequest(f"window.{field}", got, f"must be {KEY_BYTES} bytes")
+        if request.HasField("window"):
+            tokens = request.window.tokens
+            if not 0 < tokens < len(prompt.ids):
+                raise InvalidRequest(
+                    "window.tokens", tokens, f"above 0 and below {len(prompt.ids)} token ids"
+                )
+            page_tokens = self._parts.engine.memory.model.page_tokens
+            named = window_digest(prompt.root, prompt.keys, prompt.ids, prompt.images, page_tokens, tokens)
+            if named != (request.window.page_key, request.window.digest):
+                raise InvalidRequest(
+                    "window", f"at {tokens} tokens", "the name of a state of these token_ids"
+                )
 
     async def _admit(self) -> Lease:
         begun = time.monotonic()
@@ -153,27 +163,41 @@ class PrefillRun:
             tenant=request.tenant,
         )
 
-    async def _read_store(self, lease: Lease) -> tuple[Prefix, bytes | None]:
-        """Hit pages into their slots, and the window record if it is of use; where the prefill starts."""
-        engine, plan = self._parts.engine, lease.plan
-        window = asyncio.create_task(self._read_window()) if plan.record else None
+    async def _prepare(self, lease: Lease) -> tuple[Prefix, SequenceState]:
+        """Read what is of use, and bring the sequence to where the prefill starts.
+
+        A window record that is missing or does not fit is a miss: the prefill replays instead.
+        """
+        engine, prompt = self._parts.engine, self._prompt
+        window = asyncio.create_task(self._read_window()) if lease.plan.record else None
         try:
             arrived = await self._read_pages(lease)
             record = await window if window is not None else None
         finally:
             if window is not None:
                 window.cancel()
+        prefix = self._settle(lease, arrived, record)
+        if record is not None and prefix.restored:
+            try:
+                return prefix, await engine.begin(lease, prefix, prompt.ids, prompt.images, record.data)
+            except Corrupt:
+                self._parts.counters["window_records_corrupt"] += 1
+                prefix = self._settle(lease, arrived, None)
+        return prefix, await engine.begin(lease, prefix, prompt.ids, prompt.images, None)
+
+    def _settle(self, lease: Lease, arrived: int, record: WindowState | None) -> Prefix:
         prefix = scheduler.settle(
-            engine.memory.model,
+            self._parts.engine.memory.model,
             len(self._prompt.ids),
             self._prompt.prompt_tokens,
-            plan,
+            lease.plan,
             arrived=arrived,
             record=None if record is None else record.length,
             record_origin=0 if record is None else record.encoder_start,
             first_start=self._first_start,
         )
-        return prefix, record.data if record is not None and prefix.restored else None
+        self._parts.engine.rewrite(lease, prefix.pages)
+        return prefix
 
     async def _read_pages(self, lease: Lease) -> int:
         """Leading pages that are in memory and verified."""
@@ -205,8 +229,9 @@ class PrefillRun:
                 continue
             address = self._features.get(image.content_hash)
             if not address:
-                what = image.content_hash.hex()[:16]
-                raise InvalidRequest("features", what, "an encoder for every image that is not in hit pages")
+                # Fewer pages arrived than were promised, or the run must begin further ahead.
+                name = image.content_hash.hex()[:16]
+                raise NotFound(f"no encoder was named for image {name}, which must be run", stage="encoder")
             data = await fetch_features(
                 self._parts.channels,
                 address,
@@ -224,7 +249,7 @@ class PrefillRun:
         self,
         lease: Lease,
         prefix: Prefix,
-        record: bytes | None,
+        state: SequenceState,
         features: Mapping[bytes, Tensor],
         handoff: HandoffStream,
     ) -> None:
@@ -238,7 +263,6 @@ class PrefillRun:
             self._traffic.pages_hit = prefix.pages
             for index in range(prefix.pages):
                 self._offer(lease, prefix, index, handoff)
-            state = await engine.begin(lease, prefix, prompt.ids, prompt.images, record)
             decoder_from = max(0, prompt.prompt_tokens - model.window) if prompt.generated else None
             chunk_tokens = self._parts.config.chunk_pages * model.page_tokens
             sealed = max(prefix.pages, state.length // model.page_tokens)

@@ -77,7 +77,7 @@ class PrefillWorker(StageWorker):
         )
         store = StoreLink(config, memory, self.counters)
         store.connect(config.store)
-        self.parts = PrefillParts(engine, store, Channels(), config)
+        self.parts = PrefillParts(engine, store, self.counters, Channels(), config)
 
     async def _close(self) -> None:
         if self.parts is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cedar.actors.errors import InvalidRequest
+from cedar.model.sampling_params import SamplingParams
 from cedar.v1 import common_pb2
 from cedar.v1.common_pb2 import TokenEvent, TokenLogprob
 
 if TYPE_CHECKING:
-    from cedar.model.sampling import SampledToken, SamplingParams
+    from cedar.model.sampling import SampledToken
 
 
 def model_sampling(wire: common_pb2.SamplingParams, vocabulary: int) -> SamplingParams:
@@ -17,8 +18,6 @@ def model_sampling(wire: common_pb2.SamplingParams, vocabulary: int) -> Sampling
 
     ``max_tokens`` must be set: stages reserve memory for it. Stop strings are the gateway's.
     """
-    from cedar.model.sampling import SamplingParams
-
     if wire.max_tokens < 1:
         raise InvalidRequest("sampling.max_tokens", wire.max_tokens, "at least 1")
     for token in wire.stop_ids:

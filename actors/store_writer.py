@@ -167,7 +167,9 @@ class StoreWriter:
         return batch
 
     async def _write_window(self, store: StoreClient, item: _Window) -> None:
-        taken = await store.put_window(item.page_key, item.tokens, item.digest, item.record)
+        taken = await store.put_window(
+            item.page_key, item.tokens, item.digest, item.record, tenant=item.receipt.tenant
+        )
         item.receipt.window_stored = item.receipt.window_stored or taken
         self._counters["put_windows_stored" if taken else "put_windows_refused"] += 1
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from cedar.actors.errors import InvalidRequest
 from cedar.kvstore.keys import CONTENT_HASH_BYTES, KEY_BYTES, chain_keys, split_keys
+from cedar.model.spans import ImageSpan
 from cedar.v1 import common_pb2
 
 if TYPE_CHECKING:
     from cedar.model.config import ModelConfig
-    from cedar.model.state import ImageSpan
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,6 @@ def _check_ids(ids: Sequence[int], config: ModelConfig) -> None:
 
 
 def _spans(images: Iterable[common_pb2.ImageSpan], prompt: int) -> tuple[ImageSpan, ...]:
-    from cedar.model.state import ImageSpan
-
     spans = []
     free = 0
     for number, image in enumerate(images):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 from cedar.cluster.config import ClusterConfig
-from cedar.cluster.directory import View
+from cedar.cluster.directory import View, ViewKeeper
 from cedar.cluster.directory_client import DIRECTORY_ACTOR
 from cedar.cluster.errors import LaunchError, PortInUse
 from cedar.cluster.progress import Progress
@@ -31,6 +32,7 @@ class Application:
         self._config = config
         self._progress = progress
         self._directory: Any = None
+        self._keeper = ViewKeeper(config.directory.expire_after_s)
         self._stores: list[Any] = []
         self._serve_was_there = False
         self._deployed = False
@@ -63,15 +65,15 @@ class Application:
         self._wait_ready(deadline_s)
 
     def view(self) -> View:
-        """Who is alive; empty when the directory does not answer."""
+        """Who is alive; the last view when the directory does not answer."""
         import ray
         from ray.exceptions import RayError
 
         try:
             view: View = ray.get(self._directory.view.remote(), timeout=5)
         except (RayError, TimeoutError):
-            return View()
-        return view
+            return self._keeper.view
+        return self._keeper.update(view, time.monotonic())
 
     def stop(self, timeout_s: float, *, own_serve: bool) -> None:
         """Drain and remove the application, then the store, then the directory. Never raises for what is
@@ -195,7 +197,7 @@ def _client() -> Any:
 
 
 def _last_line(message: str) -> str:
-    """The line of a traceback that says what happened, with the whole behind it for those who read on."""
+    """The line of a traceback that says what happened; the workers' logs have the rest."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line and not line.startswith("File")]
-    return (told or lines or ["failed"])[-1]
+    return re.sub(r"^(?:\w+\.)*(\w+): ", r"\1: ", (told or lines or ["failed"])[-1])

@@ -150,6 +150,8 @@ class StoreSettings(Settings):
     """Memory for window state per node."""
     window_ttl_s: Seconds = 600.0
     """Seconds that window state is kept after its last use."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on loopback that answers Prometheus for a store node. Unset: none."""
     cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that Ray reserves for a node."""
 
@@ -173,6 +175,8 @@ class GatewaySettings(Settings):
     """Interface to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """TCP port; 0 takes a free one."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on loopback that answers Prometheus for the gateway. Unset: none."""
     auth: AuthSettings = AuthSettings()
     """API keys and tenants."""
     max_prompt_tokens: Count = 1 << 20

@@ -160,15 +160,28 @@ class DirectoryState:
         self._version += 1
 
 
-def merge_views(last: View, fresh: View, kept_s: float, keep_for_s: float) -> View:
-    """The view a client goes on with after the directory restarted.
+class ViewKeeper:
+    """A client's last view. A directory that restarted (another ``epoch``) comes back empty: until its workers have
+    had ``keep_for_s`` to announce themselves, those of the last view are kept beside the new ones."""
 
-    A fresh directory (another ``epoch``) starts empty; until its workers have had ``keep_for_s`` to announce
-    themselves, workers of the last view are kept beside the new ones. ``kept_s``: time since the epoch
-    changed.
-    """
-    if kept_s >= keep_for_s:
+    def __init__(self, keep_for_s: float) -> None:
+        self._keep_for_s = keep_for_s
+        self._before_restart = View()
+        self._restarted_s = float("-inf")
+        self.view = View()
+
+    def update(self, fresh: View, now_s: float) -> View:
+        """Take in what the directory says now."""
+        if fresh.epoch != self.view.epoch:
+            self._before_restart = self.view
+            self._restarted_s = now_s if self.view.epoch else float("-inf")
+        if now_s - self._restarted_s < self._keep_for_s:
+            fresh = _side_by_side(self._before_restart, fresh)
+        self.view = fresh
         return fresh
+
+
+def _side_by_side(last: View, fresh: View) -> View:
     known = {w.address for w in fresh.workers}
     kept = tuple(w for w in last.workers if w.address not in known)
     suspected = fresh.suspected | {key for key in last.suspected if key[0] not in known}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import grpc
 from cedar.cluster.config import DirectorySettings
-from cedar.cluster.directory import View, Worker, merge_views
+from cedar.cluster.directory import View, ViewKeeper, Worker
 from cedar.cluster.directory_client import Directory
 from cedar.cluster.errors import NoWorker
 from cedar.cluster.router import Affinity, RoutingPolicy, candidates, choose, choose_by_hash
@@ -34,15 +34,13 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._changed = asyncio.Condition()
-        self._before_restart = View()
-        self._restarted_s = float("-inf")
+        self._keeper = ViewKeeper(settings.expire_after_s)
         self._affinity = {"prefill": Affinity(), "decode": Affinity()}
         self._turn = 0
         self._picked: dict[str, int] = {}
         self._suspected: dict[tuple[str, int], int] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.in_flight: Counter[str] = Counter()
-        self.view = View()
         self.view_age_s = 0.0
 
     async def start(self) -> None:
@@ -60,6 +58,11 @@ class Fleet:
         for channel in self._channels.values():
             await channel.close(None)
         self._channels.clear()
+
+    @property
+    def view(self) -> View:
+        """Who is alive, as far as we know."""
+        return self._keeper.view
 
     @property
     def following(self) -> bool:
@@ -154,18 +157,13 @@ class Fleet:
             self.view_age_s += self._settings.poll_s
             return
         self.view_age_s = 0.0
-        if fresh.epoch != self.view.epoch:
-            self._before_restart = self.view
-            self._restarted_s = now_s if self.view.epoch else float("-inf")
-        merged = merge_views(
-            self._before_restart, fresh, now_s - self._restarted_s, self._settings.expire_after_s
-        )
-        changed = (merged.version, merged.epoch, len(merged.workers)) != (
+        before = self.view
+        self._keeper.update(fresh, now_s)
+        changed = (before.version, before.epoch, len(before.workers)) != (
             self.view.version,
             self.view.epoch,
             len(self.view.workers),
         )
-        self.view = merged
         announced = {(w.address, w.incarnation): w.sequence for w in fresh.workers}
         # Ours to drop once the worker has announced itself again, or is no longer known.
         self._suspected = {

@@ -61,6 +61,11 @@ class Gateway:
             port = 0
         if port == 0:
             raise PortInUse(settings.host, settings.port)
+        if settings.metrics_port is not None:
+            try:
+                self.service.prompts.serve(settings.metrics_port)
+            except OSError:
+                raise PortInUse("127.0.0.1", settings.metrics_port) from None
         await self.fleet.start()
         await server.start()
         self._server = server
@@ -105,6 +110,12 @@ class Gateway:
         """See stages.proto."""
         service = self.service
         counters = {name: float(value) for name, value in service.counters.items()}
+        prompts = service.prompts.totals()
+        counters |= {
+            field.name: float(getattr(prompts, field.name))
+            for field in prompts.DESCRIPTOR.fields
+            if field.name.endswith("_tokens")
+        }
         return stages_pb2.WorkerStatus(
             stage="gateway",
             incarnation=self.incarnation,

@@ -27,6 +27,7 @@ from cedar.cluster.store_lookup import Query, StoreLookup
 from cedar.cluster.tenants import Tenant, Tenants
 from cedar.cluster.usage import Account
 from cedar.kvstore.keys import root_key
+from cedar.kvstore.metrics import PromptMetrics
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
 from grpc import StatusCode
@@ -52,6 +53,7 @@ class GenerationService:
         self.active = ActiveRequests()
         self.waiting: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
+        self.prompts = PromptMetrics(tools.page_tokens)
         self.draining = False
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -101,6 +103,7 @@ class GenerationService:
     def close(self) -> None:
         """Let the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
 
     async def _serve(
         self, request: pb.GenerateRequest, tenant: Tenant, key: tuple[str, str], context: Any
@@ -131,6 +134,8 @@ class GenerationService:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            if account.sources is not None:
+                self.prompts.admitted(tenant.name, account.sources)
 
     async def _run(
         self, life: RequestLife, stream: ClientStream, account: Account, deadline_s: float

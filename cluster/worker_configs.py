@@ -73,4 +73,5 @@ def store_config(config: ClusterConfig, directory: str, host: str) -> NodeConfig
         ),
         window=WindowConfig(budget_bytes=store.window_bytes, ttl_s=store.window_ttl_s),
         host=host,
+        metrics_port=store.metrics_port,
     )

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -70,6 +71,7 @@ _WIDE128_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [
 _QUERY = _linear(_WORDS, _LANES, [[8, 0], [16, 0]], [32, 16])
 _QUERY_3 = _linear(_WORDS3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 4])
 _ACC32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_WARP32 = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # warps on their own: mma.sync
 _ACC128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -135,6 +137,13 @@ def _product(keys, queries, j: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _head_weights(weight_ptr, token, ACC: gl.constexpr):
+    """A token's head weights times 2^63, as the columns of its products."""
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC))
+    return gl.load(weight_ptr + token.to(gl.int64) * 32 + column).to(gl.float32) * 9223372036854775808.0
+
+
+@gluon.jit
 def decode_scores(
     q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr, best_ptr,
     tokens, page_count, sequences, table_width, width, best_width, tiles_each,
@@ -148,7 +157,9 @@ def decode_scores(
     """
     RAW: gl.constexpr = _RAW64 if KEYS == 64 else _RAW128
     RAW3: gl.constexpr = _RAW64_3 if KEYS == 64 else _RAW128_3
-    operand: gl.constexpr = gl.DotOperandLayout(0, _ACC32, 2)
+    # one query stays in registers, and no warp waits for another; several are read by wgmma from shared memory
+    ACC: gl.constexpr = _WARP32 if TOKENS == 1 else _ACC32
+    operand: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     base = gl.program_id(1) * TOKENS
     queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, 32, 128], _SHARED)
     head = gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY)).to(gl.int64)
@@ -160,9 +171,12 @@ def decode_scores(
         q_words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + (asked * 32 + head)[:, None] * 16 + word[None, :])
         q_scales = gl.load(q_scale_ptr + (asked * 32 + head3)[:, None] * 4 + group[None, :])
         queries.index(i).store(_expand(q_words, q_scales, 32, _QUERY, _QUERY_3))
-    fence_async_shared()
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, _ACC32))
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, _ACC32))
+    if TOKENS == 1:
+        only = _head_weights(weight_ptr, base, ACC)
+        query = queries.index(0).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
+    else:
+        fence_async_shared()
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, ACC))
     block = gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
     start = gl.program_id(0) * tiles_each * KEYS
     stop = gl.minimum(start + tiles_each * KEYS, width)
@@ -198,22 +212,25 @@ def decode_scores(
                 pages_ptr, table, entries, page_count, table_width, ahead, width,
                 KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
             )  # fmt: skip
-            ahead_of = _product(keys, queries, 0, KEYS)
+            if TOKENS == 1:
+                coming = mma_v2(keys, query, gl.full([KEYS, 32], 0.0, gl.float32, ACC))
+            else:
+                coming = _product(keys, queries, 0, KEYS)
             for j in gl.static_range(TOKENS):
-                s = warpgroup_mma_wait(0, deps=[ahead_of])
+                s = coming if TOKENS == 1 else warpgroup_mma_wait(0, deps=[coming])
                 if j + 1 < TOKENS:
-                    ahead_of = _product(keys, queries, j + 1, KEYS)
+                    coming = _product(keys, queries, j + 1, KEYS)
                 token = base + j
                 mine = (token >= run) & (token < until)
-                weight = gl.load(weight_ptr + gl.minimum(token, tokens - 1).to(gl.int64) * 32 + column).to(gl.float32)
-                weight = weight * 18446744073709551616.0
-                score = gl.sum(gl.maximum(s, 0.0) * weight[None, :], axis=1)
+                weight = only if TOKENS == 1 else _head_weights(weight_ptr, gl.minimum(token, tokens - 1), ACC)
+                score = gl.sum((s + gl.abs(s)) * weight[None, :], axis=1)  # twice the relu, on the wider pipe
                 row = token.to(gl.int64)
                 shown = (first + key < width) & mine
                 if GATHER:
                     present = gl.load(entries_ptr + row * width + first + key, mask=shown, other=-1) >= 0
                 else:
-                    present = first + key < gl.load(visible_ptr + gl.minimum(token, tokens - 1)).to(gl.int32)
+                    limit = reach if TOKENS == 1 else gl.load(visible_ptr + gl.minimum(token, tokens - 1)).to(gl.int32)
+                    present = first + key < limit
                 score = gl.where(present, score, float("-inf"))
                 gl.store(out_ptr + row * width + first + key, score, mask=shown)
                 if BLOCKS:
@@ -237,10 +254,10 @@ def decode_scores(
 
 @gluon.jit
 def expand_queries(q_ptr, q_scale_ptr, weight_ptr, out_ptr, out_weight_ptr):
-    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head weights times 2^64."""
+    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head weights times 2^63."""
     column = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     weight = gl.load(weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column).to(gl.float32)
-    gl.store(out_weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column, weight * 18446744073709551616.0)
+    gl.store(out_weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column, weight * 9223372036854775808.0)
     head = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY))
     head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3)))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, _QUERY))
@@ -254,13 +271,45 @@ def expand_queries(q_ptr, q_scale_ptr, weight_ptr, out_ptr, out_weight_ptr):
 
 
 @gluon.jit
-def _copy_queries(shared, q_ptr, token):
-    """Starts the copy of four tokens' queries [128, 128] into shared memory."""
+def _copy_queries(shared, shared_weights, q_ptr, weight_ptr, token):
+    """Starts the copy of four tokens' queries [128, 128] and head weights [128] into shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    source = q_ptr + token.to(gl.int64) * 4096 + row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
+    source = q_ptr + token.to(gl.int64) * 4096 + row[:, None] * 128
+    source = source + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
     async_copy.async_copy_global_to_shared(shared, source)
+    column = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    async_copy.async_copy_global_to_shared(shared_weights, weight_ptr + token.to(gl.int64) * 32 + column)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _start_product(keys, queries, spent):
+    """Starts keys·queries; what `spent` holds is overwritten."""
+    return warpgroup_mma(keys, queries.permute((1, 0)), spent, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weigh(
+    s, weights, token, first, until, visible_ptr, out_ptr, best_ptr, width, best_width,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Scores of 128 keys for four tokens from their products [128, 128], written."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
+    key = gl.arange(0, 128, layout=gl.SliceLayout(1, pairs))
+    mine = token + gl.arange(0, 4, layout=gl.SliceLayout(0, pairs))
+    limit = gl.load(visible_ptr + mine, mask=mine < until, other=0).to(gl.int32)
+    weight = weights.load(gl.SliceLayout(0, _ACC128))
+    score = gl.sum(gl.reshape((s + gl.abs(s)) * weight[None, :], [128, 4, 32]), axis=2)
+    score = gl.convert_layout(score, pairs)
+    score = gl.where(first + key[:, None] < limit[None, :], score, float("-inf"))
+    target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
+    gl.store(target, score, mask=(mine < until)[None, :] & (first + key < width)[:, None])
+    if BLOCKS:
+        best = gl.convert_layout(gl.max(gl.reshape(score, [16, 8, 4]), axis=1), pairs)
+        block = first // 8 + gl.arange(0, 16, layout=gl.SliceLayout(1, pairs))
+        at_best = best_ptr + mine.to(gl.int64)[None, :] * best_width + block[:, None]
+        gl.store(at_best, best, mask=(mine < until)[None, :] & (block < best_width)[:, None])
 
 
 @gluon.jit
@@ -272,7 +321,7 @@ def prefill_scores(
 ):  # fmt: skip
     """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers, four queries a step.
 
-    q and weight come from `expand_queries`, with rows for 12 tokens more (of any value).
+    q and weight come from `expand_queries`, with rows for 24 tokens more (of any value).
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, _ACC128, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -284,7 +333,7 @@ def prefill_scores(
     owners = gl.load(seq_ptr + place, mask=inside, other=-1).to(gl.int32)
     seen = gl.load(visible_ptr + place, mask=inside, other=0).to(gl.int32)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 128], _SHARED)
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, _ACC128))
+    weights = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pairs: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
     key = gl.arange(0, 128, layout=gl.SliceLayout(1, pairs))
     which = gl.arange(0, 4, layout=gl.SliceLayout(0, pairs))
@@ -299,40 +348,28 @@ def prefill_scores(
                 pages_ptr, table, table_ptr, page_count, table_width, first, width,
                 128, _WIDE128, _WIDE128_3, ROWS, PAGE, PAYLOAD, SCALES, False,
             )  # fmt: skip
-            _copy_queries(queries.index(0), q_ptr, run)
+            _copy_queries(queries.index(0), weights.index(0), q_ptr, weight_ptr, run)
             keys = gl.convert_layout(_expand(payload, scales, 128, _WIDE128, _WIDE128_3), operand)
+            s_a = gl.full([128, 128], 0.0, gl.float32, _ACC128)
+            s_b = gl.full([128, 128], 0.0, gl.float32, _ACC128)
             async_copy.wait_group(0)
             fence_async_shared()
-            _copy_queries(queries.index(1), q_ptr, run + 4)
-            s = gl.full([128, 128], 0.0, gl.float32, _ACC128)
-            s = warpgroup_mma(keys, queries.index(0).permute((1, 0)), s, use_acc=False)
-            for token in range(run, until, 4):
+            s_a = warpgroup_mma_wait(0, deps=[_start_product(keys, queries.index(0), s_a)])
+            _copy_queries(queries.index(1), weights.index(1), q_ptr, weight_ptr, run + 4)
+            for token in range(run, until, 8):
                 # the product of the next four runs while this one's is weighed
-                buffer = ((token - run) // 4) & 1
                 async_copy.wait_group(0)
                 fence_async_shared()
-                coming = gl.full([128, 128], 0.0, gl.float32, _ACC128)
-                coming = warpgroup_mma(
-                    keys, queries.index(1 - buffer).permute((1, 0)), coming, use_acc=False, is_async=True
-                )
-                _copy_queries(queries.index(buffer), q_ptr, token + 8)
-                weight = gl.load(weight_ptr + token.to(gl.int64) * 32 + column)
-                score = gl.sum(gl.reshape(gl.maximum(s, 0.0) * weight[None, :], [128, 4, 32]), axis=2)
-                score = gl.convert_layout(score, pairs)
-                mine = token + which
-                limit = gl.load(visible_ptr + mine, mask=mine < until, other=0).to(gl.int32)
-                score = gl.where(first + key[:, None] < limit[None, :], score, float("-inf"))
-                target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
-                gl.store(target, score, mask=(mine < until)[None, :] & (first + key < width)[:, None])
-                if BLOCKS:
-                    best = gl.max(gl.reshape(score, [16, 8, 4]), axis=1)
-                    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
-                    best = gl.convert_layout(best, flat)
-                    block = first // 8 + gl.arange(0, 16, layout=gl.SliceLayout(1, flat))
-                    mine2 = token + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))
-                    at_best = best_ptr + mine2.to(gl.int64)[None, :] * best_width + block[:, None]
-                    gl.store(at_best, best, mask=(mine2 < until)[None, :] & (block < best_width)[:, None])
-                s = warpgroup_mma_wait(0, deps=[coming])
+                coming = _start_product(keys, queries.index(1), s_b)
+                _weigh(s_a, weights.index(0), token, first, until, visible_ptr, out_ptr, best_ptr, width, best_width, BLOCKS)
+                _copy_queries(queries.index(0), weights.index(0), q_ptr, weight_ptr, token + 8)
+                s_b = warpgroup_mma_wait(0, deps=[coming])
+                async_copy.wait_group(0)
+                fence_async_shared()
+                coming = _start_product(keys, queries.index(0), s_a)
+                _weigh(s_b, weights.index(1), token + 4, first, until, visible_ptr, out_ptr, best_ptr, width, best_width, BLOCKS)
+                _copy_queries(queries.index(1), weights.index(1), q_ptr, weight_ptr, token + 12)
+                s_a = warpgroup_mma_wait(0, deps=[coming])
             async_copy.wait_group(0)
         else:
             nothing = gl.full([128, 4], float("-inf"), gl.float32, pairs)

@@ -111,8 +111,8 @@ def scores(
 
         together = neighbours if neighbours is not None else min(64, max(1, tokens // table.shape[0]))
         if entries is None and together > 8:
-            wide = torch.empty(tokens + 12, heads, 2 * half, dtype=torch.bfloat16, device=q.device)
-            wide_w = torch.empty(tokens + 12, heads, dtype=torch.float32, device=q.device)
+            wide = torch.empty(tokens + 24, heads, 2 * half, dtype=torch.bfloat16, device=q.device)
+            wide_w = torch.empty(tokens + 24, heads, dtype=torch.float32, device=q.device)
             expand_queries[(tokens,)](q, q_s, w, wide, wide_w, num_warps=4)
             chunk = 256
             prefill_scores[(triton.cdiv(width, 128), triton.cdiv(tokens, chunk))](

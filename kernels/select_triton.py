@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
 
-A threshold is found two bits at a time by counting how many keys reach three trial values. So that few keys need counting,
-a sample of the row first gives a guess that a few times k scores reach; those are collected, and the k-th greatest is sought
-among them. A row of up to `SHORT` scores is one program with its scores in registers; a longer one is read once by `_filter`
-between `_guess` and `_choose`. Where a guess fails (many equal scores, say) the row itself is searched: slower, and as exact.
+A threshold is found eight bits at a time by histograms. So that few keys need counting, a sample of the row first gives a
+guess that a few times k scores reach; those are collected, and the k-th greatest is sought among them. A row of up to `SHORT`
+scores is one program with its scores in registers; a longer one is read once, by `_filter` between `_guess` and `_choose`.
+Where a guess fails (many equal scores, say) the row itself is searched: slower, and as exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 SHORT = 16384
 SAMPLE = 8192
-CAPACITY = 8192
+GROUPS = 4096
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -39,24 +39,25 @@ def _score(key):
 
 
 @triton.jit
-def _add3(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
 def _threshold(key, k, LOW: tl.constexpr):
-    """The greatest t with at least k keys >= t (bits below LOW, even, left 0); 0 when fewer than k keys are positive."""
+    """The greatest t with at least k keys >= t (its bits below LOW left 0); 0 when fewer than k keys are positive."""
     t = tl.full([], 0, tl.uint32)
-    one = tl.full([], 1, tl.uint32)
+    need = k
     top = tl.max(key, axis=0)
-    shift = ((top.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) & -2  # the pair of its highest bit, or one above
-    shift = tl.where(top == 0, -2, tl.minimum(shift, 30))
-    while shift >= LOW:
-        step = one << shift.to(tl.uint32)
-        a, b, c = t + step, t + step * 2, t + step * 3
-        na, nb, nc = tl.reduce(((key >= a).to(tl.int32), (key >= b).to(tl.int32), (key >= c).to(tl.int32)), 0, _add3)
-        t = tl.where(nc >= k, c, tl.where(nb >= k, b, tl.where(na >= k, a, t)))
-        shift -= 2
+    width = (top.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # bits of the greatest key, or one more
+    above = tl.where(top == 0, 0, tl.minimum(width, 32))  # bits below here are still to be found
+    live = key > 0
+    bins = tl.arange(0, 256)
+    while above > LOW:
+        shift = tl.maximum(above - 8, 0)
+        digit = (key >> shift.to(tl.uint32)) & ((1 << (above - shift)) - 1).to(tl.uint32)
+        counts = tl.histogram(digit.to(tl.int32), 256, mask=live)
+        reach = tl.cumsum(counts, axis=0, reverse=True)
+        found = tl.max(tl.where(reach >= need, bins, 0), axis=0)
+        need -= tl.sum(tl.where(bins > found, counts, 0), axis=0)
+        t = t | (found.to(tl.uint32) << shift.to(tl.uint32))
+        live = live & (digit == found.to(tl.uint32))
+        above = shift
     return t
 
 
@@ -148,23 +149,21 @@ def _guess(
 
 @triton.jit
 def _filter(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, count, stride, divisor,
-    CAPACITY: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, group_ptr, count, stride, divisor,
+    GROUPS: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(count / B), rows): collects scores that reach the guess, in no order, with their places."""
+    """Grid (ceil(count / 4B), rows): collects, in no order, groups of four scores of which one reaches the guess."""
     row = tl.program_id(1).to(tl.int64)
     guess = tl.load(guess_ptr + row)
-    place = tl.program_id(0) * B + tl.arange(0, B)
+    group = tl.program_id(0) * B + tl.arange(0, B)
+    place = group[:, None] * 4 + tl.arange(0, 4)[None, :]
     x = tl.load(scores_ptr + row * stride + place, mask=place < count, other=float("-inf")).to(tl.float32)
-    reaches = x >= guess
-    key = _ordered(x)
+    reaches = tl.max(x, axis=1) >= guess
     if MODE == 1:
-        newest = (place == _newest(visible_ptr + row, divisor)) & (place < count)
-        reaches = reaches | newest
-        key = tl.where(newest, 4294967295, key).to(tl.uint32)
+        newest = _newest(visible_ptr + row, divisor)
+        reaches = reaches | ((newest >= 0) & (group == newest // 4))
     at = tl.atomic_add(found_ptr + row + tl.zeros([B], tl.int32), 1, mask=reaches, sem="relaxed")
-    tl.store(key_ptr + row * CAPACITY + at, key, mask=reaches & (at < CAPACITY))
-    tl.store(place_ptr + row * CAPACITY + at, place, mask=reaches & (at < CAPACITY))
+    tl.store(group_ptr + row * GROUPS + at, group, mask=reaches & (at < GROUPS))
 
 
 @triton.jit
@@ -179,21 +178,36 @@ def _count_row(row_ptr, visible, count, low, B: tl.constexpr, MODE: tl.constexpr
 
 @triton.jit
 def _choose(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, key_ptr, place_ptr, out_ptr, count, stride, k, divisor,
-    CAPACITY: tl.constexpr, SMALL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, group_ptr, scratch_ptr, out_ptr, count, stride, k, divisor,
+    GROUPS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the k greatest of what was collected, sorted by place; the row itself where the guess failed."""
+    """Grid (rows): the k greatest of the groups collected, sorted by place; of the row itself where the guess failed."""
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     found = tl.load(found_ptr + row)
+    guess = tl.load(guess_ptr + row)
     row_ptr = scores_ptr + row * stride
     out_ptr += row * k
     slot = tl.arange(0, K)
-    complete = (found >= k) | (tl.load(guess_ptr + row) == LOWEST)  # such a guess collects every finite score
-    if (found <= SMALL) & complete:
-        _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, SMALL)
-    elif (found <= CAPACITY) & complete:
-        _among(key_ptr + row * CAPACITY, place_ptr + row * CAPACITY, out_ptr, found, k, K, CAPACITY)
+    several = 0
+    if found <= GROUPS:
+        lane = tl.arange(0, GROUPS)
+        group = tl.load(group_ptr + row * GROUPS + lane, mask=lane < found, other=536870911)
+        place = tl.reshape(group[:, None] * 4 + tl.arange(0, 4)[None, :], [GROUPS * 4])
+        place = tl.where(place < count, place, count)
+        key = _load_scores(row_ptr, visible, place, count, MODE)
+        reaches = (key > 0) & ((key >= _ordered(guess)) | (key == 4294967295))
+        order = tl.cumsum(reaches.to(tl.int32), axis=0)
+        several = tl.max(order, axis=0)
+        keys = scratch_ptr + row * (2 * GROUPS)
+        places = (keys + GROUPS).to(tl.pointer_type(tl.int32))
+        tl.store(keys + order - 1, key, mask=reaches & (order <= GROUPS))
+        tl.store(places + order - 1, place, mask=reaches & (order <= GROUPS))
+        tl.debug_barrier()
+    # a guess of the lowest finite score collects every one that may be chosen, however few
+    if (found <= GROUPS) & (several <= GROUPS) & ((several >= k) | (guess == LOWEST)):
+        keys = scratch_ptr + row * (2 * GROUPS)
+        _among(keys, (keys + GROUPS).to(tl.pointer_type(tl.int32)), out_ptr, several, k, K, GROUPS)
     else:
         t = tl.full([], 0, tl.uint32)
         bit = tl.full([], 2147483648, tl.uint32)
@@ -271,17 +285,17 @@ def _select(
     sample = min(SAMPLE, triton.next_power_of_2(count // 4))
     guess = torch.empty(rows, dtype=torch.float32, device=scores.device)
     found = torch.empty(rows, dtype=torch.int32, device=scores.device)
-    keys = torch.empty(rows, CAPACITY, dtype=torch.uint32, device=scores.device)
-    places = torch.empty(rows, CAPACITY, dtype=torch.int32, device=scores.device)
+    groups = torch.empty(rows, GROUPS, dtype=torch.int32, device=scores.device)
+    scratch = torch.empty(rows, 2 * GROUPS, dtype=torch.uint32, device=scores.device)
     rank = _rank(k, sample, count)
     _guess[(rows,)](scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=16)
-    block = min(8192, short)
-    _filter[(triton.cdiv(count, block), rows)](
-        scores, visible, guess, found, keys, places, count, stride, divisor, CAPACITY, block, mode, num_warps=8
+    block = min(2048, short)
+    _filter[(triton.cdiv(count, 4 * block), rows)](
+        scores, visible, guess, found, groups, count, stride, divisor, GROUPS, block, mode, num_warps=8
     )
     _choose[(rows,)](
-        scores, visible, guess, found, keys, places, out, count, stride, k, divisor,
-        CAPACITY, max(width, 4096), width, min(8192, short), mode, num_warps=16,
+        scores, visible, guess, found, groups, scratch, out, count, stride, k, divisor,
+        GROUPS, width, min(8192, short), mode, num_warps=16,
     )  # fmt: skip
     return out
 

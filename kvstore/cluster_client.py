@@ -72,7 +72,7 @@ class ClusterClient:
         self._tls = tls
         self._rng = rng or random.Random()
         self._clients: dict[tuple[str, str], NodeClient] = {}
-        self._copied: OrderedDict[bytes, None] = OrderedDict()
+        self._copied: OrderedDict[bytes, int] = OrderedDict()  # run: under which list it is on two nodes
         self._timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._match_timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._closing: set[asyncio.Task[None]] = set()
@@ -224,21 +224,22 @@ class ClusterClient:
                 count=self._count,
             )
 
-        async def ask_root() -> None:
+        async def ask_root() -> int:
             """Records at the root belong to prompts shorter than a page: of use to short prompts alone."""
             for node in plan.holders(run_of(root))[:1]:
                 if not keys or node not in plan.holders(run_of(keys[0]))[:1]:
                     await ask(node, [])
+            return 0
 
-        others = [ask_root()] if len(runs_of(keys)) <= 1 else []
+        pages = 0
         if keys:
+            others = [ask_root()] if len(runs_of(keys)) == 1 else []
             pages, *_ = await asyncio.gather(first_missing(range(len(keys)), 0), *others)
         else:
-            pages = 0
             await ask_root()
         at = {root, *keys[:pages]}
         known = sorted((w for w in windows if w.page_key in at), key=lambda w: -w.tokens)
-        return Match(pages or 0, tuple(known))
+        return Match(pages, tuple(known))
 
     async def _read(
         self, plan: _Plan, keys: Sequence[bytes], start: int
@@ -257,6 +258,12 @@ class ClusterClient:
                 first = _at(order[run.tag], 0)
                 if first is None:
                     return
+                if streams[first].ended and not first.resting:
+                    # It ended at a page of an earlier run, which says nothing of this one.
+                    left = [p for later in runs for p in range(later.start, later.end)
+                            if p >= run.start and _at(order[later.tag], 0) is first]
+                    await streams[first].close()
+                    streams[first] = PageSource(first.read([keys[p] for p in left]), left)
                 further = _Further(order[run.tag][1 : self.config.copies], keys)
                 patient = first not in slow
                 pages = read_run(
@@ -304,7 +311,7 @@ class ClusterClient:
     def _read_order(self, plan: _Plan, tag: bytes) -> list[NodeClient]:
         """Holders in the order to ask. A run known to be on two nodes is read from the less busy one."""
         holders = plan.holders(tag)
-        if len(holders) > 1 and tag in self._copied and self.config.copies > 1:
+        if len(holders) > 1 and self._copied.get(tag) == plan.members.epoch and self.config.copies > 1:
             first, second = holders[:2]
             busier = first.reads_in_flight - second.reads_in_flight
             if not second.resting and (busier > 0 or (busier == 0 and self._rng.random() < 0.5)):
@@ -359,7 +366,7 @@ class ClusterClient:
 
     def _learn_copy(self, tag_hex: str) -> None:
         try:
-            self._copied[bytes.fromhex(tag_hex)] = None
+            self._copied[bytes.fromhex(tag_hex)] = self.feed.current.epoch
         except ValueError:
             return
         if len(self._copied) > _REMEMBERED_COPIES:

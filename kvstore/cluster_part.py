@@ -239,6 +239,7 @@ class ClusterPart:
         windows = self._windows.purge(tenant)
         keys, size = await self.on_reader(self.ssd.purge, tenant)
         self.replication.forget(keys)
+        self._counters.observer.evicted("ssd", "purged", len(keys))
         return len(keys), size, windows + self._windows.purge(tenant)
 
     async def _meet_peers(self) -> None:

@@ -27,6 +27,10 @@ class ClusterStoreService(StoreService):
         super().__init__(*arguments)
         self._part = part
 
+    def _peer_stats(self) -> dict[str, float]:
+        """Gauges of the copies that wait."""
+        return self._part.replication.stats()
+
     @guarded
     async def MatchPrefix(self, request: store_pb2.MatchRequest, context: Context) -> store_pb2.MatchResponse:
         """As on one node; pages that peers still hold for this one count too."""
@@ -74,12 +78,12 @@ class ClusterStoreService(StoreService):
                             reading = self._on_reader(self._read_frame, keys, position, FRAME_BYTES)
                         continue
                     count, frame = found
-                    replication.hit(keys[position : position + count])
                     position += count
                     if position < len(keys):
                         reading = self._on_reader(self._read_frame, keys, position, FRAME_BYTES)
                     yield frame
             finally:
+                replication.hit(keys[:position])
                 reading.add_done_callback(_forget)
 
     @guarded

@@ -67,6 +67,9 @@ class Committer:
                 self._counters.add("store_commit_values", len(values))
                 self._counters.add("store_commit_seconds", time.monotonic() - started_s)
                 self._counters.add("store_put_bytes", size)
+                self._counters.observer.committed(len(values), time.monotonic() - started_s)
+                for item in items.values():
+                    self._counters.observer.stored("ssd", item.tenant, len(item.value))
                 self._publish(segment, rows)
                 return ""
         return "full"

@@ -120,6 +120,8 @@ class NodeConfig:
     keepalive_s: float = 10.0
     keepalive_timeout_s: float = 3.0
     tls: TlsConfig | None = None  # both sides show certificates
+    metrics_port: int | None = None  # Prometheus scrapes on this port of ``metrics_host``; 0: any free one
+    metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         for name in (
@@ -130,6 +132,8 @@ class NodeConfig:
             _expect_positive(name, getattr(self, name))
         if not 0 <= self.port < 65_536:
             raise InvalidRequest("port", self.port, "0 to 65535")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 65_536:
+            raise InvalidRequest("metrics_port", self.metrics_port, "0 to 65535")
         if any(len(fingerprint) != 32 for fingerprint in self.fingerprints):
             raise InvalidRequest("fingerprints", [len(f) for f in self.fingerprints], "32 bytes each")
 

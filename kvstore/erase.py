@@ -3,6 +3,9 @@
 Values are never moved or rewritten, so a page that must go is cut out where it lies: whole blocks are given
 back to the file system (they read as zeros from then on), what remains at the edges is overwritten, and the
 file is synced. The tree around it is not touched; a read of such a value fails its checksum.
+
+Limit: a value that fits into a single 4 KiB page of the database (only models made for tests have such) may
+leave parts of itself in the unused space of other pages, since LMDB writes those from reused buffers.
 """
 
 from __future__ import annotations

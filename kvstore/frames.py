@@ -35,6 +35,7 @@ class FrameKind(IntEnum):
     PAGES = 1  # stored values of consecutive pages (StoredMeta)
     WINDOW = 2  # a part of a window record (WindowMeta)
     FEATURES = 3  # rows of image features (FeatureMeta)
+    EXPORT = 4  # stored values of any pages (ExportMeta)
     HANDOFF_HEADER = 16  # (HandoffHeader), no payload
     HANDOFF_REPLY = 17  # (HandoffReply), no payload
     HANDOFF_PAGES = 18  # stored values (PageMeta)

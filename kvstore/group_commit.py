@@ -261,6 +261,7 @@ class GroupCommit:
         if job.counts.refused:
             self._counters.add("store_puts_refused", job.counts.refused)
             self._counters.add(f"store_puts_refused_{job.counts.reason}", job.counts.refused)
+            self._counters.observer.refused(job.counts.reason, job.counts.refused)
 
 
 def _stored_checksum(value: bytes | memoryview) -> bytes:

@@ -180,6 +180,7 @@ class Maintenance:
             except (StoreClosed, FutureTimeout):
                 return
             self._counters.add("store_pages_evicted_quota", len(victims))
+            self._counters.observer.evicted("ssd", "quota", len(victims))
 
     def _expire(self, now_s: float) -> None:
         expired = eviction.expired_segments(self._segments.facts(), now_s, self._config.ttl_s)
@@ -255,7 +256,10 @@ class Maintenance:
                     segment.let_go()
 
     def _drop(self, segment: Segment, counter: str) -> None:
+        now_s = self._time.now_s()
+        left_s = [e.used_s + e.ttl_s - now_s for _, e in self._index.current_keys(segment)]
         self._counters.add(counter, self._index.remove_segment(segment))
+        self._counters.observer.evicted("ssd", counter.rpartition("_")[2], len(left_s), left_s)
         self._counters.add("store_segments_dropped")
         self._segments.drop(segment)
 

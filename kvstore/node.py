@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+from cedar.kvstore.admin import ADMIN_SERVICE, AdminService
 from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.cluster_config import PeerConfig
 from cedar.kvstore.cluster_part import ClusterPart
@@ -24,6 +25,7 @@ from cedar.kvstore.cluster_service import ClusterStoreService
 from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.errors import InvalidRequest, StoreLocked
 from cedar.kvstore.member_feed import MemberFeed
+from cedar.kvstore.metrics import StoreMetrics
 from cedar.kvstore.peer_service import StorePeerService
 from cedar.kvstore.rpc import add_health, service_handler, transport_options
 from cedar.kvstore.ssd_tier import SsdTier
@@ -62,6 +64,8 @@ class StoreNode:
         self.counters = Counters()
         self.address = ""
         self.running = False
+        self.metrics: StoreMetrics | None = None
+        self.metrics_port = 0
         self._clock = clock or SystemClock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,15 +100,20 @@ class StoreNode:
             )
             port = self._listen()
             await self.part.prepare()
+            self._serve_metrics()
         except BaseException:
             await self._close_tiers()
             raise
-        service = ClusterStoreService(self.part, config, self.ssd, self.windows, self._readers, self.counters)
-        peer_service = StorePeerService(self.part, service, self.windows)
-        self._server.add_generic_rpc_handlers(
-            (service_handler(SERVICE, service), service_handler(PEER_SERVICE, peer_service))
+        self.service = service = ClusterStoreService(
+            self.part, config, self.ssd, self.windows, self._readers, self.counters
         )
-        self._health = add_health(self._server, [SERVICE, PEER_SERVICE])
+        peer_service = StorePeerService(self.part, service, self.windows)
+        admin = AdminService(
+            config, self.ssd, self.windows, self._readers, self.counters, node_id=self.part.node_id
+        )
+        services = ((SERVICE, service), (PEER_SERVICE, peer_service), (ADMIN_SERVICE, admin))
+        self._server.add_generic_rpc_handlers(tuple(service_handler(*pair) for pair in services))
+        self._health = add_health(self._server, [descriptor for descriptor, _ in services])
         await self._server.start()
         self._tasks.append(loop.create_task(self._expire_windows()))
         self.address = f"{config.host}:{port}"
@@ -143,6 +152,24 @@ class StoreNode:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._readers, self.ssd.close)
         self._readers.shutdown(wait=True)
+        if self.metrics is not None:
+            await loop.run_in_executor(None, self.metrics.close)
+
+    def _serve_metrics(self) -> None:
+        """Answer Prometheus, when configured to. PortInUse."""
+        config = self.config
+        if config.metrics_port is None:
+            return
+        self.metrics = StoreMetrics(self._gauges, self.ssd.tenant_bytes)
+        try:
+            self.metrics_port = self.metrics.serve(config.metrics_port, config.metrics_host)
+        except OSError as error:
+            where = f"{config.metrics_host}:{config.metrics_port}"
+            raise PortInUse(f"cannot serve metrics on {where}: {error.strerror}") from None
+        self.counters.observer = self.metrics
+
+    def _gauges(self) -> dict[str, float]:
+        return self.ssd.stats() | self.windows.stats() | self.part.replication.stats()
 
     async def _expire_windows(self) -> None:
         while True:
@@ -183,6 +210,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         default=32.0,
         help="bandwidth for moved pages (default 32)",
     )
+    add("--metrics-port", type=int, help="answer Prometheus here, on loopback; 0: any free port")
     add("--max-reads", type=int, default=64, help="GetPages calls at a time (default 64)")
     add("--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files: mutual TLS")
     add("--fingerprint", action="append", default=[], metavar="HEX", help="take only this model's pages")
@@ -205,6 +233,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         port=arguments.port,
         fingerprints=tuple(bytes.fromhex(text) for text in arguments.fingerprint),
         max_reads=arguments.max_reads,
+        metrics_port=arguments.metrics_port,
         tls=tls,
     )
     peers = PeerConfig(

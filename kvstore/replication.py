@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Replication:
         self._pace = Pace(config.copy_bytes_per_s)
         self._hits: OrderedDict[bytes, int] = OrderedDict()
         self._runs: OrderedDict[bytes, _Run] = OrderedDict()
-        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._queue: OrderedDict[bytes, float] = OrderedDict()  # run -> since when, on the running clock
         self._more = asyncio.Event()
         self._epoch = 0
 
@@ -61,6 +62,12 @@ class Replication:
     def waiting(self) -> int:
         """Runs whose copies are behind."""
         return len(self._queue)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges, by name."""
+        waiting_since_s = min(list(self._queue.values()), default=None)
+        lag_s = 0.0 if waiting_since_s is None else max(time.monotonic() - waiting_since_s, 0.0)
+        return {"store_replication_queue_runs": float(self.waiting), "store_replication_lag_s": lag_s}
 
     def hit(self, keys: Sequence[bytes]) -> None:
         """These pages were served to a client."""
@@ -108,14 +115,14 @@ class Replication:
             while not self._queue:
                 self._more.clear()
                 await self._more.wait()
-            tag, _ = self._queue.popitem(last=False)
+            tag, since_s = self._queue.popitem(last=False)
             try:
                 done = await self._send(tag)
             except Exception:
                 log.exception("a copy failed")
                 done = True
             if not done:
-                self._queue[tag] = None
+                self._queue.setdefault(tag, since_s)
                 await asyncio.sleep(self._config.retry_s)
 
     async def follow(self) -> None:
@@ -175,5 +182,5 @@ class Replication:
             self._enqueue(tag)
 
     def _enqueue(self, tag: bytes) -> None:
-        self._queue[tag] = None
+        self._queue.setdefault(tag, time.monotonic())
         self._more.set()

@@ -196,7 +196,7 @@ class StoreService:
             "store_writes_in_flight": float(self._writes.in_flight),
             "store_window_calls_in_flight": float(self._window_calls.in_flight),
         }
-        values = self.counters.snapshot() | gauges | self._windows.stats() | in_flight
+        values = self.counters.snapshot() | gauges | self._windows.stats() | in_flight | self._peer_stats()
         return store_pb2.StatsResponse(values=values)
 
     def _read_frame(self, keys: list[bytes], start: int, max_bytes: int) -> tuple[int, bytes] | None:
@@ -213,6 +213,10 @@ class StoreService:
 
     def _stored(self, keys: list[bytes]) -> None:
         """Pages of a put are durable."""
+
+    def _peer_stats(self) -> dict[str, float]:
+        """Gauges of this node's part in a cluster."""
+        return {}
 
     async def _submit(self, items: list[PutItem]) -> asyncio.Future[PutCounts] | None:
         """Queue items, waiting a while for room; None when there was none."""

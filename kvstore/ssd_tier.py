@@ -21,7 +21,7 @@ from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.directory_lock import DirectoryLock
 from cedar.kvstore.errors import CorruptValue
 from cedar.kvstore.group_commit import GroupCommit
-from cedar.kvstore.header import verify_value
+from cedar.kvstore.header import read_header, verify_value
 from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.maintenance import Maintenance
 from cedar.kvstore.put import PutCounts, PutItem
@@ -30,7 +30,7 @@ from cedar.kvstore.removal import Copies, copies_of, remove_pages
 from cedar.kvstore.rows import UNKNOWN_TENANT, Row
 from cedar.kvstore.segment import Segment
 from cedar.kvstore.segment_set import SegmentSet
-from cedar.kvstore.stats import Counters
+from cedar.kvstore.stats import Counters, PageUse
 from cedar.kvstore.store_time import StoreTime
 from cedar.kvstore.usage_log import UsageLog
 from cedar.kvstore.volatile_mark import VolatileMark
@@ -42,6 +42,19 @@ LookUp = Callable[[bytes], memoryview | None]
 MAX_LOST: Final = 65_536
 ERRORS_TO_CONDEMN: Final = 3
 """Reads that LMDB itself fails in one segment before the segment is taken out of service and salvaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPage:
+    """One page as the tier has it. ``age_s``: since it was stored; ``idle_s``: since its last use."""
+
+    size: int
+    page_index: int
+    tenant: bytes
+    age_s: float
+    idle_s: float
+    ttl_left_s: float
+    segment: int
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,8 @@ class SsdTier:
         """How many leading pages are held. Counts as a use of them: their holder may never fetch the head."""
         now_s = self._time.now_s()
         count = self._index.leading(keys, now_s)
+        first = self._index.get(keys[0]) if count else None
+        self.counters.observer.looked_up("ssd", first.tenant if first else b"", len(keys), count)
         self._index.touch(keys[:count], now_s)
         return count
 
@@ -159,8 +174,9 @@ class SsdTier:
         now_s = self._time.now_s()
         with ExitStack() as stack:
             views: list[memoryview] = []
+            uses: list[PageUse] = []
             look_ups: dict[Segment, LookUp] = {}
-            size = 0
+            size = page_tokens = 0
             for key in keys:
                 entry = self._index.live(key, now_s)
                 if entry is None:
@@ -173,8 +189,10 @@ class SsdTier:
                     break
                 size = entry.size
                 views.append(view)
+                uses.append(PageUse(entry.tenant, now_s - entry.put_s))
             if not views:
                 return None
+            page_tokens = read_header(views[0]).tokens
             built = build(views)
         served = keys[: len(views)]
         if use:
@@ -182,6 +200,7 @@ class SsdTier:
             self.maintenance.served(served, now_s)
             self.counters.add("store_pages_read", len(served))
             self.counters.add("store_read_bytes", size * len(served))
+            self.counters.observer.served("ssd", uses, size, page_tokens)
         return Run(len(served), size), built
 
     def announce(self, keys: Sequence[bytes]) -> None:
@@ -224,6 +243,62 @@ class SsdTier:
             live.sort(key=lambda page: (-page[1].used_s, page[1].page_index))
             for start in range(0, len(live), portion):
                 yield [key for key, _ in live[start : start + portion]]
+
+    # ---- for operators ----
+
+    def describe(self, key: bytes) -> StoredPage | None:
+        """What is known of a page, expired or not. Not a use."""
+        entry = self._index.get(key)
+        if entry is None or entry.segment.dropped:
+            return None
+        now_s = self._time.now_s()
+        return StoredPage(
+            size=entry.size,
+            page_index=entry.page_index,
+            tenant=entry.tenant,
+            age_s=max(now_s - entry.put_s, 0.0),
+            idle_s=max(now_s - entry.used_s, 0.0),
+            ttl_left_s=entry.used_s + entry.ttl_s - now_s,
+            segment=entry.segment.number,
+        )
+
+    def why_unsound(self, key: bytes) -> str:
+        """Reads a page and says why it cannot be served: "" if it can, "gone" if it is not here.
+
+        Changes nothing, unlike ``get``, which quarantines a bad page.
+        """
+        entry = self._index.live(key, self._time.now_s())
+        if entry is None or not entry.segment.hold():
+            return "gone"
+        try:
+            with entry.segment.reading() as look_up:
+                view = look_up(key)
+                if view is None:
+                    return "key"
+                verify_value(view, page_key=key)
+        except CorruptValue as error:
+            return error.reason
+        except lmdb.Error as error:
+            return type(error).__name__
+        finally:
+            entry.segment.let_go()
+        return ""
+
+    def keys_held(self, *, tenant: bytes = b"", segment: int = 0) -> list[bytes]:
+        """Keys of all pages that can be served (of a tenant, of a segment), chain heads first."""
+        now_s = self._time.now_s()
+        chosen = [
+            (entry.tenant, entry.page_index, key)
+            for key, entry in self._index.items()
+            if entry.used_s + entry.ttl_s > now_s
+            and tenant in (b"", entry.tenant)
+            and segment in (0, entry.segment.number)
+        ]
+        return [key for _, _, key in sorted(chosen)]
+
+    def tenant_bytes(self) -> dict[bytes, int]:
+        """Bytes of the values held, by tenant."""
+        return self._index.tenants()
 
     # ---- removal ----
 
@@ -346,6 +421,7 @@ class SsdTier:
         if self._index.remove(key, entry.segment):
             self._note_lost(key)
             self.counters.add("store_values_corrupt")
+            self.counters.observer.quarantined(error.reason)
             row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset, dead=True)
             self._writer.mark_dead(entry.segment, key, row)
             log.warning("page %s: %s", key.hex(), error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 COUNTERS: Final = {
@@ -64,6 +66,7 @@ class Counters:
     def __init__(self) -> None:
         self._values = dict.fromkeys(COUNTERS, 0.0)
         self._lock = threading.Lock()
+        self.observer = Observer()
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Add to a counter."""
@@ -77,3 +80,39 @@ class Counters:
         """All counters by name."""
         with self._lock:
             return dict(self._values)
+
+
+@dataclass(frozen=True)
+class PageUse:
+    """A page that was served: whose, and how long ago it was stored."""
+
+    tenant: bytes
+    age_s: float
+
+
+class Observer:
+    """Told of single events of a node, for what sums do not say; this one does not listen. Any thread.
+
+    ``tier`` is "ssd" or "window"; ``tenant`` its domain, empty where nobody knows it.
+    """
+
+    def looked_up(self, tier: str, tenant: bytes, asked: int, held: int, tokens: int | None = None) -> None:
+        """``held`` of ``asked`` leading pages were found; for a window record, the position it is of."""
+
+    def served(self, tier: str, uses: Sequence[PageUse], size: int, page_tokens: int = 0) -> None:
+        """Pages of ``size`` bytes each were served."""
+
+    def stored(self, tier: str, tenant: bytes, size: int, page_tokens: int = 0) -> None:
+        """``size`` bytes were stored."""
+
+    def evicted(self, tier: str, cause: str, pages: int, ttl_left_s: Sequence[float] = ()) -> None:
+        """Pages were dropped, with so much of their time left."""
+
+    def quarantined(self, reason: str) -> None:
+        """A stored value failed verification."""
+
+    def committed(self, values: int, seconds: float) -> None:
+        """A group commit is on disk."""
+
+    def refused(self, reason: str, pages: int) -> None:
+        """Puts were refused."""

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from cedar.kvstore.clock import Clock
 from cedar.kvstore.config import WindowConfig
-from cedar.kvstore.stats import Counters
+from cedar.kvstore.stats import Counters, PageUse
 
 NAME_BYTES: Final = 256
 """Charged for the name and the books of each record."""
@@ -35,6 +35,7 @@ class _Held:
     checksum: bytes
     expires_s: float
     tenant: bytes
+    put_s: float
 
 
 class WindowTier:
@@ -75,6 +76,7 @@ class WindowTier:
             while self._used_bytes + size > room:
                 self._remove(next(iter(self._held)))
                 self._counters.add("store_window_evicted_budget")
+                self._counters.observer.evicted("window", "capacity", 1)
             self._promised_bytes += size
             return True
 
@@ -93,12 +95,14 @@ class WindowTier:
             while len(siblings) >= self.config.max_records_per_key:
                 self._remove(next(iter(siblings)))
                 self._counters.add("store_window_evicted_budget")
+                self._counters.observer.evicted("window", "capacity", 1)
             # The dictionary of the page went with its last record, if that was just removed.
             self._by_page.setdefault(name.page_key, siblings)[name] = None
-            expires_s = self._clock.monotonic_s() + self.config.ttl_s
-            self._held[name] = _Held(record, checksum, expires_s, tenant)
+            now_s = self._clock.monotonic_s()
+            self._held[name] = _Held(record, checksum, now_s + self.config.ttl_s, tenant, now_s)
             self._used_bytes += len(record) + NAME_BYTES
             self._counters.add("store_window_puts")
+            self._counters.observer.stored("window", tenant, len(record))
 
     def get(self, name: WindowName) -> tuple[bytes, bytes] | None:
         """(record, checksum), which counts as a use and renews its time; None when gone."""
@@ -107,11 +111,15 @@ class WindowTier:
             now_s = self._clock.monotonic_s()
             if held is None or held.expires_s <= now_s:
                 self._counters.add("store_window_misses")
+                self._counters.observer.looked_up("window", b"", 1, 0, name.tokens)
                 return None
             held.expires_s = now_s + self.config.ttl_s
             self._held.move_to_end(name)
             self._by_page[name.page_key].move_to_end(name)
             self._counters.add("store_window_hits")
+            age_s = max(now_s - held.put_s, 0.0)
+            self._counters.observer.looked_up("window", held.tenant, 1, 1, name.tokens)
+            self._counters.observer.served("window", [PageUse(held.tenant, age_s)], len(held.record))
             return held.record, held.checksum
 
     def names(self, page_keys: Iterable[bytes], limit: int) -> list[WindowName]:
@@ -135,6 +143,11 @@ class WindowTier:
             self._remove(name)
             return True
 
+    def describe(self, name: WindowName) -> tuple[int, float] | None:
+        """(bytes, seconds left) of a record; None when gone. Not a use."""
+        held = self._held.get(name)
+        return None if held is None else (len(held.record), held.expires_s - self._clock.monotonic_s())
+
     def tenant_of(self, name: WindowName) -> bytes:
         """Whose record it is; empty when that is not known, or the record gone."""
         held = self._held.get(name)
@@ -146,6 +159,8 @@ class WindowTier:
             names = [name for name, held in self._held.items() if held.tenant in (tenant, b"")]
             for name in names:
                 self._remove(name)
+            if names:
+                self._counters.observer.evicted("window", "purged", len(names))
             return len(names)
 
     def expire(self) -> None:
@@ -183,6 +198,7 @@ class WindowTier:
                 return
             self._remove(name)
             self._counters.add("store_window_evicted_ttl")
+            self._counters.observer.evicted("window", "expired", 1)
 
     def _remove(self, name: WindowName) -> None:
         held = self._held.pop(name)

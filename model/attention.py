@@ -27,10 +27,9 @@ class Attention:
     heads: int
     groups: int
     eps: float
-    wq_a: Dense
+    latents: Dense  # wq_a over wkv [q_lora + D, d]
     q_norm: torch.Tensor  # bf16 [q_lora]
     wq_b: Dense
-    wkv: Dense
     kv_norm: torch.Tensor  # bf16 [D]
     sink: torch.Tensor  # fp32 [H]
     wo_a: torch.Tensor  # bf16 or float64 [G, o_lora, H*D/G]
@@ -42,9 +41,11 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step, selection: Selection, *, produce: bool) -> torch.Tensor:
         """bf16 [N, d] of normed rows x bf16 [N, d]; `produce` False when the entries exist already."""
-        q_latent = rms_norm(self.wq_a(x), self.q_norm, self.eps)
+        latents = self.latents(x)
+        q_lora = self.q_norm.shape[0]
+        q_latent = rms_norm(latents[:, :q_lora], self.q_norm, self.eps)
         q = apply_rope(self.wq_b(q_latent).view(step.rows, self.heads, -1), step.positions, self.freqs)
-        key = apply_rope(rms_norm(self.wkv(x), self.kv_norm, self.eps), step.positions, self.freqs)
+        key = apply_rope(rms_norm(latents[:, q_lora:], self.kv_norm, self.eps), step.positions, self.freqs)
         if self.compressor is not None and produce:
             self.compressor.produce(x, step)
         if self.indexer is not None:

@@ -10,27 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from cedar.model.config import ModelConfig, parse_config
 from cedar.model.errors import CheckpointError
 from cedar.model.shards import ShardHeader, StoredTensor, read_header
 from cedar.model.storage import Storage
 from cedar.model.tensors import TensorSpec
 
+if TYPE_CHECKING:
+    import torch
+
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 CONFIG_NAME: Final = "config.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
 
-_TORCH_DTYPES: Final = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.uint8,  # scales are handed about as the bytes that are stored
-    "I8": torch.uint8,  # two E2M1 codes a byte
-}
 _RANGE_BYTES: Final = 1 << 26
 
 
@@ -86,7 +81,7 @@ class Checkpoint:
         )
         groups = list(_neighbours(located))
         ranges = [(group[0][0].shard, group[0][0].begin, group[-1][0].end) for group in groups]
-        for group, buffer in zip(groups, self.storage.read_many(ranges), strict=True):
+        for group, buffer in zip(groups, self.storage.read_tensors(ranges), strict=True):
             start = group[0][0].begin
             for stored, spec in group:
                 self.read_names.append(spec.name)
@@ -97,7 +92,7 @@ class Checkpoint:
         stored = self._locate(spec)
         self.read_names.append(spec.name)
         raw = self.storage.map_tensor(stored.shard, stored.begin, stored.end)
-        return raw.view(_TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        return raw.view(_torch_dtype(spec)).view(spec.shape)
 
     def _locate(self, spec: TensorSpec) -> StoredTensor:
         wanted = f"{spec.dtype} {list(spec.shape)}"
@@ -161,4 +156,16 @@ def _neighbours(
 
 def _as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A typed tensor with memory of its own, so that no neighbour of it is kept alive."""
-    return raw.clone().view(_TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    return raw.clone().view(_torch_dtype(spec)).view(spec.shape)
+
+
+def _torch_dtype(spec: TensorSpec) -> torch.dtype:
+    import torch  # fingerprints and prompts need the rest of this module only
+
+    return {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.uint8,  # scales are handed about as the bytes that are stored
+        "I8": torch.uint8,  # two E2M1 codes a byte
+    }[spec.dtype]

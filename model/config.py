@@ -8,11 +8,11 @@ would change the arithmetic in a way the spec does not describe are refused by n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
+from cedar.model.config_fields import Fields
 from cedar.model.errors import ConfigError
 
 MODEL_TYPES: Final = ("deepseek_v41",)
@@ -147,7 +147,7 @@ def parse_config(data: Mapping[str, Any] | str | bytes) -> ModelConfig:
             raise ConfigError("config.json", str(error), "valid JSON") from None
     if not isinstance(data, Mapping):
         raise ConfigError("config.json", type(data).__name__, "a JSON object")
-    root = _Fields(data, "")
+    root = Fields(data, "")
     model_type = root.text("model_type")
     if model_type not in MODEL_TYPES:
         raise ConfigError("model_type", model_type, f"one of {list(MODEL_TYPES)}")
@@ -159,7 +159,7 @@ def parse_config(data: Mapping[str, Any] | str | bytes) -> ModelConfig:
     return config
 
 
-def _parse_text(root: _Fields, text: _Fields, model_type: str) -> ModelConfig:
+def _parse_text(root: Fields, text: Fields, model_type: str) -> ModelConfig:
     for key, expected in _FIXED_TEXT_KEYS.items():
         text.fixed(key, expected)
     vocab = text.count("vocab_size")
@@ -185,6 +185,7 @@ def _parse_text(root: _Fields, text: _Fields, model_type: str) -> ModelConfig:
         )
     experts = text.count("n_routed_experts")
     layers = text.count("num_hidden_layers")
+    pools = not text.absent("candidate_source_layer_id")
     return ModelConfig(
         model_type=model_type,
         bos_token_id=root.index("bos_token_id", vocab),
@@ -218,8 +219,8 @@ def _parse_text(root: _Fields, text: _Fields, model_type: str) -> ModelConfig:
         index_head_dim=index_head_dim,
         index_topk=text.count("index_topk"),
         candidate_source_layer_id=text.optional_count("candidate_source_layer_id"),
-        candidate_topk_blocks=text.count("candidate_topk_blocks", default=1),
-        candidate_block_size=text.count("candidate_block_size", default=1),
+        candidate_topk_blocks=text.count("candidate_topk_blocks") if pools else 0,
+        candidate_block_size=text.count("candidate_block_size") if pools else 0,
         hc_mult=text.count("hc_mult"),
         hc_sinkhorn_iters=text.count("hc_sinkhorn_iters"),
         hc_eps=text.positive("hc_eps"),
@@ -230,7 +231,7 @@ def _parse_text(root: _Fields, text: _Fields, model_type: str) -> ModelConfig:
     )
 
 
-def _parse_yarn(text: _Fields) -> YarnConfig | None:
+def _parse_yarn(text: Fields) -> YarnConfig | None:
     if text.absent("rope_scaling"):
         return None
     scaling = text.section("rope_scaling")
@@ -245,7 +246,7 @@ def _parse_yarn(text: _Fields) -> YarnConfig | None:
     )
 
 
-def _parse_engram(text: _Fields, layers: int, vocab: int) -> EngramConfig | None:
+def _parse_engram(text: Fields, layers: int, vocab: int) -> EngramConfig | None:
     if text.absent("engram_layer_ids") or not text.integers("engram_layer_ids"):
         return None
     layer_ids = text.ascending("engram_layer_ids", layers)
@@ -271,7 +272,7 @@ def _parse_engram(text: _Fields, layers: int, vocab: int) -> EngramConfig | None
     )
 
 
-def _parse_draft(text: _Fields, layers: int, vocab: int) -> DraftConfig | None:
+def _parse_draft(text: Fields, layers: int, vocab: int) -> DraftConfig | None:
     stages = text.optional_count("num_nextn_predict_layers") or 0
     if stages == 0:
         return None
@@ -287,7 +288,7 @@ def _parse_draft(text: _Fields, layers: int, vocab: int) -> DraftConfig | None:
     )
 
 
-def _parse_vision(root: _Fields) -> VisionConfig | None:
+def _parse_vision(root: Fields) -> VisionConfig | None:
     if root.absent("vision_config"):
         return None
     vision = root.section("vision_config")
@@ -309,7 +310,7 @@ def _parse_vision(root: _Fields) -> VisionConfig | None:
     )
 
 
-def _check_quantization(root: _Fields) -> None:
+def _check_quantization(root: Fields) -> None:
     section = root.section("quantization_config")
     for key, expected in _FIXED_QUANTIZATION_KEYS.items():
         section.fixed(key, expected)
@@ -332,97 +333,3 @@ _FIXED_QUANTIZATION_KEYS: Final[Mapping[str, object]] = {
     "scale_fmt": "ue8m0",
     "expert_dtype": "fp4",
 }
-_MISSING: Final = object()
-
-
-class _Fields:
-    """Typed reads from one JSON object; every refusal names the field by its path."""
-
-    def __init__(self, data: Mapping[str, Any], path: str) -> None:
-        self._data = data
-        self._path = path
-
-    def name(self, key: str) -> str:
-        return f"{self._path}{key}"
-
-    def absent(self, key: str) -> bool:
-        return self._data.get(key) is None
-
-    def section(self, key: str) -> _Fields:
-        value = self._data.get(key)
-        if not isinstance(value, Mapping):
-            raise ConfigError(self.name(key), "missing" if value is None else value, "an object")
-        return _Fields(value, f"{self.name(key)}.")
-
-    def fixed(self, key: str, expected: object) -> None:
-        value = self._data.get(key, _MISSING)
-        if value is not _MISSING and (
-            value != expected or isinstance(value, bool) != isinstance(expected, bool)
-        ):
-            raise ConfigError(self.name(key), value, f"{expected!r}")
-
-    def text(self, key: str) -> str:
-        value = self._required(key)
-        if not isinstance(value, str):
-            raise ConfigError(self.name(key), value, "a string")
-        return value
-
-    def count(self, key: str, *, least: int = 1, most: int = 2**40, default: int | None = None) -> int:
-        if default is not None and self.absent(key):
-            return default
-        value = self._required(key)
-        if not _is_integer(value) or not least <= value <= most:
-            allowed = (
-                f"an integer of at least {least}" if most == 2**40 else f"an integer from {least} to {most}"
-            )
-            raise ConfigError(self.name(key), value, allowed)
-        return int(value)
-
-    def optional_count(self, key: str) -> int | None:
-        return None if self.absent(key) else self.count(key, least=0)
-
-    def index(self, key: str, size: int) -> int:
-        return self.count(key, least=0, most=size - 1)
-
-    def multiple(self, key: str, of: int) -> int:
-        value = self.count(key)
-        if value % of:
-            raise ConfigError(self.name(key), value, f"a multiple of {of}")
-        return value
-
-    def positive(self, key: str) -> float:
-        value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(self.name(key), value, "a finite number above 0")
-        return float(value)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self._required(key)
-        if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_integer, value)):
-            raise ConfigError(self.name(key), value, "a list of integers")
-        return tuple(value)
-
-    def ascending(self, key: str, layers: int) -> tuple[int, ...]:
-        values = self.integers(key)
-        check_layer_list(self.name(key), values, layers)
-        return values
-
-    def _required(self, key: str) -> Any:
-        value = self._data.get(key)
-        if value is None:
-            raise ConfigError(self.name(key), "missing", "given")
-        return value
-
-
-def check_layer_list(field: str, values: Sequence[int], layers: int) -> None:
-    """Refuse a list of layers that is empty, not strictly ascending, or names a layer that does not exist."""
-    if not values:
-        raise ConfigError(field, list(values), "at least one layer")
-    if any(not 0 <= value < layers for value in values):
-        raise ConfigError(field, list(values), f"layers from 0 to {layers - 1}")
-    if any(b <= a for a, b in pairwise(values)):
-        raise ConfigError(field, list(values), "strictly ascending")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

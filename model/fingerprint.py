@@ -20,7 +20,6 @@ ARITHMETIC_VERSION: Final = 1  # raise it when the same weights begin to give ot
 _WHOLE_BYTES: Final = 1 << 26
 _BLOCK_BYTES: Final = 4096
 _EXPERT_STRIDE: Final = 16
-_READERS: Final = 16
 
 
 def fingerprint(checkpoint: Checkpoint, layout: PageLayout) -> bytes:
@@ -40,8 +39,8 @@ def fingerprint(checkpoint: Checkpoint, layout: PageLayout) -> bytes:
         _add(digest, header.file_bytes.to_bytes(8, "little"))
         _add(digest, header.raw)
         ranges = [(shard, begin, end) for begin, end in _sampled_ranges(header)]
-        for block in checkpoint.storage.read_many(ranges, readers=min(_READERS, len(ranges))):
-            _add(digest, block.numpy().data)
+        for block in checkpoint.storage.read_blocks(ranges):
+            _add(digest, block)
     return digest.digest()
 
 
@@ -61,6 +60,6 @@ def _sampled_ranges(header: ShardHeader) -> list[tuple[int, int]]:
     return ranges
 
 
-def _add(digest: hashlib._Hash, part: bytes | memoryview) -> None:
+def _add(digest: hashlib._Hash, part: bytes) -> None:
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)

@@ -1,8 +1,8 @@
 """From an image file's bytes to patches: decoding under limits, the planned size, the token grid (spec §8).
 
 Decoding is a boundary with untrusted input. Formats are a fixed list, size is judged before pixels are
-decoded, and whatever the decoder trips over is one `ImageError`. Pillow is imported where it is used, so that
-plans and spans need none.
+decoded, and whatever the decoder trips over is one `ImageError`. Pillow and torch are imported where they
+are used, so that plans and spans need none.
 
 Letters: n patches in reading order, P patch side, T span positions.
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 from cedar.model.config import VisionConfig
 from cedar.model.prompt_errors import ImageError
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
 
 PREPROCESSING: Final = b"cedar.image.v1: rgb, pad to plan on grey 127 bicubic, (x/255-1/2)/(1/2), bf16"
@@ -173,6 +173,7 @@ def image_patches(image: Image.Image, plan: ImagePlan, patch: int) -> torch.Tens
     """bf16 `[n, 3, P, P]`: the RGB image fitted into the planned size on grey, cut in reading order, in [-1,
     1].
     """
+    import torch
     from PIL import ImageOps
 
     fitted = ImageOps.pad(image, (plan.width, plan.height), color=_PADDING_COLOUR)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from cedar.model.config import ModelConfig
 from cedar.model.errors import InputError
-from cedar.model.state import ImageSpan
+from cedar.model.spans import ImageSpan
 
 
 class Grid(Protocol):

@@ -18,7 +18,8 @@ class MixtureOfExperts:
     bias: torch.Tensor  # fp32 [E]
     bias_image: torch.Tensor  # fp32 [E], for rows inside an image span
     experts: Experts
-    shared: tuple[Dense, Dense, Dense]  # w1, w3, w2
+    shared_in: Dense  # w1 over w3 [2 * I, d]
+    shared_out: Dense  # w2 [d, I]
     per_token: int
     routed_scale: float
     limit: float
@@ -30,5 +31,5 @@ class MixtureOfExperts:
             bias = torch.where(image_mask.unsqueeze(1), self.bias_image, self.bias)
         ids, weights = route(x, self.gate.weight, bias, self.per_token, self.routed_scale)
         routed = self.experts(x, ids, weights, self.limit)
-        w1, w3, w2 = self.shared
-        return (routed + w2(swiglu(w1(x), w3(x), self.limit))).to(torch.bfloat16)
+        gate, up = self.shared_in(x).chunk(2, dim=1)
+        return (routed + self.shared_out(swiglu(gate, up, self.limit))).to(torch.bfloat16)

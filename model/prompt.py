@@ -14,7 +14,7 @@ from cedar.model.config import ModelConfig, parse_config
 from cedar.model.detokenize import Detokenizer
 from cedar.model.images import ImageLimits, PlannedImage, describe_image, token_types
 from cedar.model.prompt_errors import PromptError
-from cedar.model.state import ImageSpan
+from cedar.model.spans import ImageSpan
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
 

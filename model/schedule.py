@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from cedar.kvstore.layout import LayoutError, PageLayout
-from cedar.model.config import ModelConfig, check_layer_list
+from cedar.model.config import ModelConfig
+from cedar.model.config_fields import check_layer_list
 from cedar.model.errors import ConfigError
 
 

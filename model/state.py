@@ -17,26 +17,9 @@ from cedar.kernels.fp8 import window_row_bytes
 from cedar.kvstore.layout import PageLayout
 from cedar.model.config import ModelConfig
 from cedar.model.errors import InputError
+from cedar.model.spans import ImageSpan
 
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """Positions [start, start + length) of a prompt that stand for one image: start row, grid rows, newlines,
-    end.
-
-    `rows` x `columns` is the token grid; `content_hash` names the features.
-    """
-
-    start: int
-    length: int
-    rows: int
-    columns: int
-    content_hash: bytes
-
-    @property
-    def end(self) -> int:
-        """First position after the image."""
-        return self.start + self.length
+__all__ = ["ImageSpan", "KVMemory", "SequenceState", "StreamTail", "check_sequence", "tailed_ratios"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import torch
 from cedar.model.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import torch
+
+Range = tuple[str, int, int]
+"""A file's name, the first byte, and the byte after the last."""
+
+T = TypeVar("T")
 _READERS: Final = 4
+_BLOCK_READERS: Final = 16
 _PIECE_BYTES: Final = 1 << 26  # of one request to a remote store
 
 
@@ -64,6 +71,8 @@ class Storage:
 
     def read_tensor(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Bytes [begin, end) as a writable uint8 tensor of its own memory."""
+        import torch  # those who read only text files need none
+
         buffer = torch.empty(end - begin, dtype=torch.uint8)
         if begin == end:
             return buffer
@@ -79,20 +88,13 @@ class Storage:
             view[at - begin : stop - begin] = self.read(name, at, stop)
         return buffer
 
-    def read_many(
-        self, ranges: Sequence[tuple[str, int, int]], readers: int = _READERS
-    ) -> Iterator[torch.Tensor]:
-        """`read_tensor` of every (name, begin, end) in order, `readers` of them ahead on threads."""
-        with ThreadPoolExecutor(readers, thread_name_prefix="cedar-checkpoint") as pool:
-            todo = iter(ranges)
-            running: list[Future[torch.Tensor]] = [
-                pool.submit(self.read_tensor, *item) for item in islice(todo, readers)
-            ]
-            while running:
-                result = running.pop(0).result()
-                with suppress(StopIteration):
-                    running.append(pool.submit(self.read_tensor, *next(todo)))
-                yield result
+    def read_tensors(self, ranges: Sequence[Range]) -> Iterator[torch.Tensor]:
+        """`read_tensor` of every range in order, a few of them ahead on threads."""
+        return _in_order(self.read_tensor, ranges, _READERS)
+
+    def read_blocks(self, ranges: Sequence[Range]) -> Iterator[bytes]:
+        """`read` of every range in order, many of them ahead on threads: for small ones."""
+        return _in_order(self.read, ranges, _BLOCK_READERS)
 
     def map_tensor(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Bytes [begin, end) as uint8 without reading them, where the file is local; elsewhere `read_tensor`.
@@ -101,6 +103,8 @@ class Storage:
         """
         if not self._local or begin == end:
             return self.read_tensor(name, begin, end)
+        import torch
+
         with self._lock:
             if name not in self._maps:
                 with open(self._join(name), "rb") as file:
@@ -122,3 +126,14 @@ class Storage:
 
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _in_order(read: Callable[[str, int, int], T], ranges: Sequence[Range], readers: int) -> Iterator[T]:
+    with ThreadPoolExecutor(readers, thread_name_prefix="cedar-checkpoint") as pool:
+        todo = iter(ranges)
+        running: list[Future[T]] = [pool.submit(read, *item) for item in islice(todo, readers)]
+        while running:
+            result = running.pop(0).result()
+            with suppress(StopIteration):
+                running.append(pool.submit(read, *next(todo)))
+            yield result

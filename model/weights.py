@@ -90,9 +90,11 @@ class LayerBuilder:
         """A bf16 matrix."""
         return Plain.of(self.take(name), self._budget)
 
-    def dense(self, stem: str) -> Dense:
-        """An FP8 matrix with its scales."""
-        return Dense.of(self.take(f"{stem}.weight"), self.take(f"{stem}.scale"), self._budget)
+    def dense(self, *stems: str) -> Dense:
+        """An FP8 matrix with its scales; several of whole blocks that share an input become one."""
+        weight = torch.cat([self.take(f"{stem}.weight").view(torch.uint8) for stem in stems])
+        scale = torch.cat([self.take(f"{stem}.scale") for stem in stems])
+        return Dense.of(weight.view(torch.float8_e4m3fn), scale, self._budget)
 
     def layer(self, plan: LayerPlan) -> Layer:
         """Layer `plan.layer`. Layers must be built in order: tails are numbered as sources come."""
@@ -136,10 +138,9 @@ class LayerBuilder:
             heads=config.heads,
             groups=config.o_groups,
             eps=config.rms_norm_eps,
-            wq_a=self.dense(f"{prefix}wq_a"),
+            latents=self.dense(f"{prefix}wq_a", f"{prefix}wkv"),
             q_norm=self.take(f"{prefix}q_norm.weight"),
             wq_b=self.dense(f"{prefix}wq_b"),
-            wkv=self.dense(f"{prefix}wkv"),
             kv_norm=self.take(f"{prefix}kv_norm.weight"),
             sink=self.take(f"{prefix}attn_sink"),
             wo_a=wo_a,
@@ -195,11 +196,8 @@ class LayerBuilder:
             bias=self.take(f"{prefix}gate.bias"),
             bias_image=self.take(f"{prefix}gate.bias_vl"),
             experts=Experts.of(w1, w3, w2, self._budget),
-            shared=(
-                self.dense(f"{prefix}shared_experts.w1"),
-                self.dense(f"{prefix}shared_experts.w3"),
-                self.dense(f"{prefix}shared_experts.w2"),
-            ),
+            shared_in=self.dense(f"{prefix}shared_experts.w1", f"{prefix}shared_experts.w3"),
+            shared_out=self.dense(f"{prefix}shared_experts.w2"),
             per_token=config.experts_per_token,
             routed_scale=config.routed_scaling_factor,
             limit=config.swiglu_limit,

@@ -26,7 +26,18 @@ def store_table() -> str:
     return "\n".join(["| counter | meaning |", "|---|---|", *rows, ""])
 
 
-TABLES: dict[str, Callable[[], str]] = {"settings": settings_table, "store counters": store_table}
+def metrics() -> str:
+    """Every Prometheus metric."""
+    from cedar.kvstore.metrics import metrics_table
+
+    return metrics_table()
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "store counters": store_table,
+    "metrics": metrics,
+}
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -15,7 +15,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from cedar.kvstore.config import GIB, SsdConfig
@@ -37,10 +38,13 @@ from .store_measure import (
 CHAIN_PAGES = 64
 FRAME_PAGES = 4
 ANNOUNCED_PAGES = 16
+Runs = list[list[tuple[int, int]]]
 _CGROUP = Path("/sys/fs/cgroup/memory")
 
 
-def cold_reads(directory: Path, *, file_gib: float = 1.125, reads: int = 512, repeats: int = 7) -> list[Figure]:
+def cold_reads(
+    directory: Path, *, file_gib: float = 1.125, reads: int = 512, repeats: int = 7
+) -> list[Figure]:
     """Random pages and whole chains, from a segment three times as large as the memory given."""
     chains = round(file_gib * GIB / VALUE_BYTES / CHAIN_PAGES)
     _fill(directory, chains)
@@ -57,7 +61,7 @@ def cold_reads(directory: Path, *, file_gib: float = 1.125, reads: int = 512, re
             return found["seconds"]
 
         names = ("tier random", "plain random", "tier chain", "plain chain")
-        results = interleaved({name: (lambda name=name: sample(name)) for name in names}, repeats)  # type: ignore[misc]
+        results = interleaved({name: partial(sample, name) for name in names}, repeats)
     limited = "" if group is None else f"in {memory_bytes >> 20} MiB of memory"
     note = limited or "page cache dropped before each sample, memory not limited"
     figures = []
@@ -94,9 +98,7 @@ def cold_reads(directory: Path, *, file_gib: float = 1.125, reads: int = 512, re
 
 def _fill(directory: Path, chains: int) -> None:
     """The same pages in a tier of one segment and in a plain file, chain after chain."""
-    tier = SsdTier(
-        SsdConfig(directory=directory / "tier", capacity_bytes=16 * GIB, segment_bytes=4 * GIB), background=False
-    )
+    tier = _tier(directory)
     with open(directory / "plain", "wb") as plain:
         for chain in range(chains):
             keys = bench_keys(CHAIN_PAGES, salt=chain)
@@ -150,8 +152,8 @@ def main() -> None:
     who, _, shape = arguments.name.partition(" ")
     rng = random.Random(arguments.seed)
     if shape == "random":
-        places = [(rng.randrange(arguments.chains), rng.randrange(CHAIN_PAGES)) for _ in range(arguments.reads)]
-        runs = [[place] for place in places]
+        chains = arguments.chains
+        runs = [[(rng.randrange(chains), rng.randrange(CHAIN_PAGES))] for _ in range(arguments.reads)]
     else:
         chosen = rng.sample(range(arguments.chains), arguments.reads // CHAIN_PAGES)
         runs = [[(chain, page) for page in range(CHAIN_PAGES)] for chain in chosen]
@@ -164,10 +166,14 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "amplification": amplification}))
 
 
-def _tier_reader(directory: Path, runs: list[list[tuple[int, int]]]):  # type: ignore[no-untyped-def]
-    tier = SsdTier(
-        SsdConfig(directory=directory / "tier", capacity_bytes=16 * GIB, segment_bytes=4 * GIB), background=False
-    )
+def _tier(directory: Path) -> SsdTier:
+    """A tier that keeps all in one segment."""
+    config = SsdConfig(directory=directory / "tier", capacity_bytes=16 * GIB, segment_bytes=4 * GIB)
+    return SsdTier(config, background=False)
+
+
+def _tier_reader(directory: Path, runs: Runs) -> Callable[[], None]:
+    tier = _tier(directory)
     chains = {chain: bench_keys(CHAIN_PAGES, salt=chain) for run in runs for chain, _ in run}
     wanted = [[chains[chain][page] for chain, page in run] for run in runs]
 
@@ -184,13 +190,14 @@ def _tier_reader(directory: Path, runs: list[list[tuple[int, int]]]):  # type: i
     return read
 
 
-def _plain_reader(directory: Path, runs: list[list[tuple[int, int]]]):  # type: ignore[no-untyped-def]
+def _plain_reader(directory: Path, runs: Runs) -> Callable[[], None]:
     fd = os.open(directory / "plain", os.O_RDONLY)
 
     def read() -> None:
         for run in runs:
             for chain, page in run:
-                assert len(os.pread(fd, VALUE_BYTES, VALUE_BYTES * (chain * CHAIN_PAGES + page))) == VALUE_BYTES
+                offset = VALUE_BYTES * (chain * CHAIN_PAGES + page)
+                assert len(os.pread(fd, VALUE_BYTES, offset)) == VALUE_BYTES
 
     return read
 

@@ -1,4 +1,4 @@
-"""How the store is measured: ratios against a yardstick that runs beside it, interleaved, in the same process.
+"""How the store is measured: ratios against a yardstick that runs beside it, interleaved.
 
 On a busy machine a number of one moment cannot be held against one of another. So each repetition runs the
 yardstick and every candidate, in an order of its own, and gives one ratio each; the median of those counts.

@@ -25,7 +25,7 @@ from cedar.kvstore.config import NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.keys import chain_keys, root_key
 from cedar.kvstore.node import StoreNode
 from cedar.kvstore.rpc import ServiceStub, channel_options
-from cedar.kvstore.window_match import longest_window
+from cedar.kvstore.window_match import longest_window, window_digest
 from cedar.model import load_network
 from cedar.model.network import Network
 from cedar.model.sampling import SamplingParams as ModelSampling
@@ -167,6 +167,8 @@ class Reply:
 class Rig:
     """Workers, and what the gateway does with them."""
 
+    tenant = TENANT
+
     def __init__(self, network: Network, *, own_networks: bool = False) -> None:
         self.network = network
         self.shared = None if own_networks else network
@@ -236,6 +238,12 @@ class Rig:
         if found is not None:
             window = WindowRef(page_key=found.page_key, tokens=found.tokens, digest=found.digest)
         return {"hit_pages": match.pages, "window": window}
+
+    def window(self, ids: Sequence[int], tokens: int) -> WindowRef:
+        """The name of the state after the first ``tokens`` of a prompt."""
+        keys, page_tokens = self.keys(ids), self.network.layout.page_tokens
+        page_key, digest = window_digest(self.root, keys, ids, (), page_tokens, tokens)
+        return WindowRef(page_key=page_key, tokens=tokens, digest=digest)
 
     async def encode(self, image: bytes) -> FeatureSource:
         """An image through the encoder worker, as the gateway has it done."""
@@ -357,8 +365,15 @@ def rig(network: Network, tmp_path: Path) -> RigMaker:
     """``async with rig(...) as cluster``: started workers; at the end they must be idle, then they stop."""
 
     @asynccontextmanager
-    async def make(*, check_idle: bool = True, store: bool = False, **options: Any) -> AsyncIterator[Rig]:
-        cluster = Rig(network)
+    async def make(
+        *,
+        check_idle: bool = True,
+        store: bool = False,
+        own_networks: bool = False,
+        other: Network | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Rig]:
+        cluster = Rig(other or network, own_networks=own_networks)
         try:
             await cluster.start(store=tmp_path / "store" if store else None, **options)
             yield cluster

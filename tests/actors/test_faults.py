@@ -156,7 +156,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no decode worker": ({"decode_address": ""}, "decode_address"),
     "half a window name": (
         {"window": WindowRef(page_key=b"\x01" * 32, tokens=3, digest=b"x")},
-        "window.digest",
+        "token_ids",
     ),
     "more generated than asked for": ({"prompt_tokens": 5}, "max_tokens"),
 }

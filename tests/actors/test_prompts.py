@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,21 @@ def test_text_is_cut_before_a_stop_string(tools: PromptTools) -> None:
     assert text.stop == " three"
     plain = tools.text()
     assert "".join(map(plain.push, [*ids, 1])) + plain.flush() == "one two three"
+
+
+def test_the_gateway_needs_no_torch() -> None:
+    """Its process starts without the two seconds and the memory that torch takes."""
+    script = f"""
+import sys
+from cedar.actors.prompts import PromptTools
+from cedar.v1.common_pb2 import SamplingParams
+from cedar.v1.generation_pb2 import GenerateRequest
+tools = PromptTools.load({str(GOLDEN)!r})
+image = open({str(GOLDEN / "image.png")!r}, "rb").read()
+asked = SamplingParams(temperature=0.5, max_tokens=3, stop=["x"])
+prompt = tools.prepare(GenerateRequest(text="what is it?", images=[image], sampling=asked))
+assert len(prompt.images) == 1
+assert tools.text(["x"]).push(prompt.ids[-1])
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

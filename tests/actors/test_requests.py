@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+from cedar.model import load_network
 from cedar.model.sampling import SamplingParams
 from cedar.v1 import stages_pb2
 from cedar.v1.common_pb2 import FinishReason
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "v41-tiny"
 
 
 async def test_cold_request_and_its_counts(rig: Any, single: Any, prompt: Any) -> None:
@@ -154,3 +158,23 @@ async def test_pages_sealed_while_decoding_are_hits_of_the_next_turn(
         # Prefill had one page (a cached one), Decode had both.
         assert second.sources.hit_local_tokens == 32
         assert second.done.traffic.pages_sent == 0
+
+
+async def test_a_page_that_is_shared_is_never_written_when_its_hit_comes_to_nothing(
+    rig: Any, single: Any, prompt: Any
+) -> None:
+    """Pages as short as the window: one hit alone is of no use, so its positions are computed again."""
+    network = load_network(str(GOLDEN), page_tokens=16)
+    ids = prompt(12, 20)
+    longer = [*ids, *prompt(13, 30)]
+    async with rig(other=network) as cluster:
+        await cluster.generate(cluster.request(ids, 1))
+        pages = cluster.prefill.parts.engine.pages
+        (held,) = (lease.ref for lease in pages.reserve([cluster.keys(ids)[0]]))
+        before = cluster.prefill.parts.engine.memory.pages.read(held.slot)
+        reply = await cluster.generate(cluster.request(longer, 4, hit_pages=2))
+        assert (reply.sources.hit_local_tokens, reply.sources.computed_tokens) == (0, 50)
+        assert reply.ids == type(single)(network).cold(longer, 4)
+        assert cluster.prefill.parts.engine.memory.pages.read(held.slot) == before
+        pages.check(held)
+        pages.release([held])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from cedar.model.state import SequenceState
-from cedar.v1.stages_pb2 import WindowRef
 
 
 def second_turn(single: Any, first: list[int], reply: list[int], more: list[int], count: int) -> list[int]:
@@ -59,7 +59,7 @@ async def test_without_its_window_record_a_hit_from_the_store_replays(
     async with rig(store=True) as cluster:
         await cluster.generate(cluster.request(ids, 2))
         cluster.prefill.parts.engine.pages.drop_cached()
-        gone = WindowRef(page_key=cluster.keys(ids)[1], tokens=76, digest=b"\x01" * 32)
+        gone = cluster.window(longer, 74)
         reply = await cluster.generate(cluster.request(longer, 6, hit_pages=2, window=gone))
         sources = reply.sources
         assert not sources.state_restored
@@ -103,7 +103,7 @@ async def test_a_dead_store_is_only_a_miss(rig: Any, single: Any, prompt: Any) -
     async with rig(store=True) as cluster:
         await cluster.store.stop(0)
         cluster.store = None
-        window = WindowRef(page_key=cluster.root, tokens=20, digest=b"\x01" * 32)
+        window = cluster.window(ids, 70)
         reply = await cluster.generate(cluster.request(ids, 4, hit_pages=2, window=window))
         assert reply.ids == single.cold(ids, 4)
         assert reply.sources.computed_tokens == 75
@@ -124,3 +124,48 @@ async def test_a_store_that_appears_later_is_used(rig: Any, prompt: Any) -> None
         second = await cluster.generate(cluster.request(ids, 2))
         assert second.end.state_stored
         assert second.done.traffic.pages_stored == 2
+
+
+@pytest.mark.parametrize("record_is_left", [True, False])
+async def test_a_restored_request_resumes_elsewhere_with_the_same_tokens(
+    rig: Any, single: Any, prompt: Any, record_is_left: bool
+) -> None:
+    ids, more = prompt(20, 75), prompt(21, 40)
+    async with rig(store=True, decodes=2) as cluster:
+        first = await cluster.generate(cluster.request(ids, 7))
+        longer = [*ids, *first.ids, *more]
+        found = await cluster.offer(longer)
+        begun = await cluster.generate(cluster.request(longer, 2, **found))
+        assert begun.sources.state_restored
+        expected = second_turn(single, ids, first.ids, more, 6)
+        assert begun.ids == expected[:2]
+        if not record_is_left:
+            cluster.store.windows.purge(cluster.tenant)
+        again = cluster.request(
+            [*longer, *begun.ids],
+            6,
+            decode=1,
+            prompt_tokens=len(longer),
+            encoder_start=begun.encoder_start,
+            **found,
+        )
+        reply = await cluster.generate(again, decode=1, start=2)
+        assert reply.sources.state_restored is record_is_left
+        assert reply.ids == expected[2:]
+
+
+async def test_a_window_record_that_does_not_fit_is_a_miss(rig: Any, single: Any, prompt: Any) -> None:
+    ids, more = prompt(20, 75), prompt(21, 40)
+    async with rig(store=True) as cluster:
+        first = await cluster.generate(cluster.request(ids, 7))
+        longer = [*ids, *first.ids, *more]
+        found = await cluster.offer(longer)
+        name = (found["window"].page_key, found["window"].tokens, found["window"].digest)
+        record = await cluster.client.get_window(*name)
+        damaged = record[:900] + bytes([record[900] ^ 1]) + record[901:]
+        assert await cluster.client.put_window(*name, damaged)
+        reply = await cluster.generate(cluster.request(longer, 4, **found))
+        assert not reply.sources.state_restored
+        assert reply.sources.replayed_tokens == 16
+        assert cluster.prefill.counters["window_records_corrupt"] == 1
+        assert reply.ids == single.replayed(longer, 2, 4)

@@ -32,7 +32,9 @@ class Store:
         self.batches.append((first_page, len(keys)))
         return PutCounts(stored=len(keys))
 
-    async def put_window(self, page_key: bytes, tokens: int, digest: bytes, record: bytes) -> bool:
+    async def put_window(
+        self, page_key: bytes, tokens: int, digest: bytes, record: bytes, *, tenant: bytes = b""
+    ) -> bool:
         await self.gate.wait()
         self.windows += 1
         return True

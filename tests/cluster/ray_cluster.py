@@ -89,6 +89,7 @@ class RayCluster:
             state = self.state
             self.process.send_signal(number)
             code = self.process.wait(timeout=60)
+            self.events += [json.loads(line) for line in self.process.stdout or ()]
             left = using_directory(state.ray_temp_dir)
             assert not left, f"processes left: {left}"
             assert not Path(state.ray_temp_dir).exists()

@@ -1,6 +1,6 @@
 import pytest
 from cedar.cluster.announcer import Announcer
-from cedar.cluster.directory import DirectoryState, Load, View, Worker, counts, merge_views
+from cedar.cluster.directory import DirectoryState, Load, View, ViewKeeper, Worker, counts
 from cedar.cluster.directory_client import LocalDirectory
 
 
@@ -82,10 +82,13 @@ def test_counts() -> None:
 def test_clients_keep_their_last_view_while_a_restarted_directory_fills_up() -> None:
     last = View(7, epoch=1, workers=(worker("h:1"), worker("h:2")), suspected=frozenset({("h:2", 1)}))
     fresh = View(1, epoch=2, workers=(worker("h:1", incarnation=5),))
-    merged = merge_views(last, fresh, kept_s=0.5, keep_for_s=3)
+    keeper = ViewKeeper(keep_for_s=3)
+    assert keeper.update(last, 10) == last, "the first view is not a restart"
+    merged = keeper.update(fresh, 20)
     assert {(w.address, w.incarnation) for w in merged.workers} == {("h:1", 5), ("h:2", 1)}
     assert [w.address for w in merged.stage("decode")] == ["h:1"]
-    assert merge_views(last, fresh, kept_s=3, keep_for_s=3) == fresh
+    assert keeper.update(fresh, 22.9) == merged
+    assert keeper.update(fresh, 23) == fresh
 
 
 async def test_announcer_registers_again_after_the_directory_restarted() -> None:

@@ -136,6 +136,21 @@ async def test_features_that_expired_are_encoded_again(stack: Stack, client: Cli
     assert (end.completion_tokens, end.retries, end.traffic.images_encoded) == (24, 1, 2)
 
 
+async def test_a_gateway_that_goes_away_finishes_what_it_has(tmp_path: Path) -> None:
+    async with running(local_config(), tmp_path) as stack, Client(stack.address, "key-a") as client:
+        answer = asyncio.create_task(collect(client, ask(max_tokens=40)))
+        while not stack.gateway.service.active:
+            await asyncio.sleep(0.01)
+        leaving = asyncio.create_task(stack.gateway.stop(drain_s=30))
+        await asyncio.sleep(0.1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(client, ask())
+        assert status_of(caught)[0] == "UNAVAILABLE"
+        assert finished_of(await answer).completion_tokens == 40
+        await leaving
+        await idle(stack)
+
+
 async def test_all_workers_busy_waits_and_counts(tmp_path: Path) -> None:
     config = local_config("decode.slots=1")
     async with running(config, tmp_path) as stack, Client(stack.address, "key-a") as client:

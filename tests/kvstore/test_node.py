@@ -423,10 +423,11 @@ async def test_a_put_whose_caller_leaves_is_still_answered_inside(
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = parse_arguments(
+    config, peers = parse_arguments(
         ["--directory", str(tmp_path), "--capacity-gib", "1", "--ttl-hours", "1", "--window-mib", "3",
-         "--fingerprint", "ab" * 32, "--durability", "none"]
+         "--fingerprint", "ab" * 32, "--durability", "none", "--copies", "3", "--node-id", "n1"]
     )  # fmt: skip
+    assert (peers.copies, peers.node_id, config.tls) == (3, "n1", None)
     assert config.ssd.capacity_bytes == 1 << 30
     assert config.ssd.ttl_s == 3600
     assert config.window.budget_bytes == 3 * MIB

@@ -6,13 +6,15 @@ import torch
 from cedar.model.network import Network
 from cedar.model.state import KVMemory, SequenceState
 
+LEFTOVER = 0xFF  # NaN as a payload and as a scale of every format
+
 
 def leftover_memory(network: Network, pages: int = 64, slots: int = 8) -> KVMemory:
-    """Memory full of another life's leftovers: whatever reads a row it does not own gives other numbers."""
+    """Memory full of another life's leftovers, all NaN: a result that a foreign row reaches shows it."""
     memory = KVMemory.allocate(network.config, network.layout, pages=pages, slots=slots, device="cpu")
-    memory.pages.fill_(0x5A)
-    memory.rings.fill_(0x5A)
-    memory.tails.fill_(1e9)
+    memory.pages.fill_(LEFTOVER)
+    memory.rings.fill_(LEFTOVER)
+    memory.tails.fill_(torch.nan)
     return memory
 
 
@@ -30,3 +32,13 @@ def run(
     for upto in cuts:
         network.prefill(memory, seq, upto, **kwargs)  # type: ignore[arg-type]
     return network.finish_prefill(memory, seq)
+
+
+def snapshot(memory: KVMemory) -> list[torch.Tensor]:
+    """Copies of all its bits, to be compared after a call that must change none."""
+    return [part.view(torch.uint8).clone() for part in (memory.pages, memory.rings, memory.tails)]
+
+
+def unchanged(memory: KVMemory, before: list[torch.Tensor]) -> bool:
+    """Whether the memory holds the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(snapshot(memory), before, strict=True))

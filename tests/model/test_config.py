@@ -183,6 +183,7 @@ REFUSALS: list[tuple[str, object, str]] = [
     ("text_config.kv_source_layer_ids", [2, 4, 12], "from 0 to 11"),
     ("text_config.kv_source_layer_ids", [2, 4, 7], "in index_source_layer_ids"),
     ("text_config.index_source_layer_ids", [0, 2, 4, 6, 8, 10], "above 0"),
+    ("text_config.candidate_block_size", None, "given"),
     ("text_config.candidate_source_layer_id", 7, "in index_source_layer_ids"),
     ("text_config.candidate_source_layer_id", 8, "in kv_source_layer_ids"),
     ("text_config.candidate_source_layer_id", 4, "layer 8 selects from, 6"),

@@ -11,7 +11,7 @@ from cedar.model.network import Network
 from cedar.model.state import KVMemory, SequenceState
 from cedar.model.step import Step
 
-from .sequences import leftover_memory, run, sequence
+from .sequences import LEFTOVER, leftover_memory, run, sequence, snapshot, unchanged
 
 Tensors = dict[str, torch.Tensor]
 
@@ -24,10 +24,10 @@ def test_only_a_sequences_own_slot_and_pages_are_written(
     run(network, memory, seq, [40, 90])
     network.decode(memory, [seq])
     others = [i for i in range(memory.rings.shape[0]) if i != 3]
-    assert (memory.rings[others] == 0x5A).all()
-    assert (memory.tails[others] == 1e9).all()
+    assert (memory.rings[others] == LEFTOVER).all()
+    assert memory.tails[others].isnan().all()
     foreign = [i for i in range(memory.pages.shape[0]) if i not in seq.pages]
-    assert (memory.pages[foreign] == 0x5A).all()
+    assert (memory.pages[foreign] == LEFTOVER).all()
 
 
 def test_a_page_is_written_up_to_its_last_whole_group_and_no_further(
@@ -40,7 +40,7 @@ def test_a_page_is_written_up_to_its_last_whole_group_and_no_further(
     for source in network.layout.sources:
         for plane in source.planes:
             used = plane.offset + 11 // source.ratio * plane.row_bytes
-            assert (page[used : plane.offset + plane.rows * plane.row_bytes] == 0x5A).all()
+            assert (page[used : plane.offset + plane.rows * plane.row_bytes] == LEFTOVER).all()
 
 
 def test_interleaved_prefills_do_not_meet(network: Network, memory: KVMemory, expected_ced: Tensors) -> None:
@@ -130,13 +130,12 @@ def test_a_sequence_without_room_is_refused_before_anything_runs(
 ) -> None:
     seq = prefilled(network, memory, [3 + i for i in range(20)], 8)
     change(seq)  # type: ignore[operator]
-    before = (memory.pages.clone(), memory.rings.clone(), memory.tails.clone())
+    before = snapshot(memory)
     for call in (lambda: network.decode(memory, [seq]), lambda: network.prefill(memory, seq, 9)):
         with pytest.raises(InputError, match=words):
             call()
     assert seq.length == 8
-    after = (memory.pages, memory.rings, memory.tails)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert unchanged(memory, before)
 
 
 def test_calls_out_of_order_are_refused(network: Network, memory: KVMemory) -> None:

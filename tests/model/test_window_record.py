@@ -15,7 +15,7 @@ from cedar.model.state import KVMemory, SequenceState
 from cedar.model.window_record import export_window, import_window, read_header
 from safetensors.torch import load_file, save_file
 
-from .sequences import leftover_memory, run, sequence
+from .sequences import leftover_memory, run, sequence, snapshot, unchanged
 
 Tensors = dict[str, torch.Tensor]
 
@@ -155,12 +155,11 @@ def test_a_damaged_or_foreign_record_changes_nothing(
     network: Network, memory: KVMemory, ids: list[int], record: bytes, damage: object, field: str
 ) -> None:
     seq = sequence(network, ids[:60], slot=3, first_page=30)
-    before = (memory.pages.clone(), memory.rings.clone(), memory.tails.clone())
+    before = snapshot(memory)
     with pytest.raises(RecordError, match=field):
         import_window(network, memory, seq, damage(record))  # type: ignore[operator]
     assert seq.length == 0
-    after = (memory.pages, memory.rings, memory.tails)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert unchanged(memory, before)
 
 
 def test_another_page_format_is_foreign(network: Network, golden: Path, record: bytes) -> None:

@@ -1,0 +1,146 @@
+"""Runs that are hit often live on two nodes, and a value that went bad is read from the other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+async def on_two(fleet: Any, keys: list[bytes], eventually: Any) -> None:
+    await eventually(lambda: all(all(fleet.second(key).ssd.held([key])) for key in keys))
+
+
+async def test_three_hits_make_a_copy(fleet: Any, chains: Any, eventually: Any) -> None:
+    for name in "abc":
+        await fleet.add(name)
+    client = fleet.client()
+    hot, cold = chains.keys(48), chains.keys(48, salt=1)
+    await fleet.put(client, hot)
+    await fleet.put(client, cold)
+    for _ in range(2):
+        assert await fleet.read(client, hot) == 48
+        assert await fleet.read(client, cold) == 48
+    assert sum(fleet.held_by(hot).values()) == 48
+    assert await fleet.read(client, hot) == 48
+    await on_two(fleet, hot, eventually)
+    assert sum(fleet.held_by(hot).values()) == 96
+    assert sum(fleet.held_by(cold).values()) == 48
+    page_index, tenant, _ = fleet.second(hot[20]).ssd.facts(hot[20])
+    assert (page_index, tenant) == (20, b"tenant")
+
+
+async def test_a_dead_owner_costs_nothing_for_hot_chains(fleet: Any, chains: Any, eventually: Any) -> None:
+    for name in "abc":
+        await fleet.add(name)
+    client = fleet.client()
+    keys = chains.keys(96)
+    await fleet.put(client, keys)
+    for _ in range(3):
+        await fleet.read(client, keys)
+    await on_two(fleet, keys, eventually)
+    name = fleet.list.owner(keys[0][:4]).node_id
+    await fleet.nodes.pop(name).stop(0.1)
+    assert (await client.match(chains.root(), keys)).pages == 96, "before anyone knows that it is dead"
+    assert await fleet.read(client, keys) == 96
+    fleet.publish(fleet.list.without([name]))
+    assert await fleet.read(client, keys) == 96
+    for _ in range(3):
+        await fleet.read(client, keys)
+    await on_two(fleet, keys, eventually)
+
+
+async def test_growing_hot_chains_and_new_second_holders(fleet: Any, chains: Any, eventually: Any) -> None:
+    await fleet.add("a")
+    await fleet.add("b")
+    client = fleet.client()
+    keys = chains.keys(32)
+    await fleet.put(client, keys[:20])
+    for _ in range(3):
+        await fleet.read(client, keys[:20])
+    await on_two(fleet, keys[:20], eventually)
+    await fleet.put(client, keys[20:])
+    await on_two(fleet, keys, eventually)  # the run that was hot has grown; so has the chain
+    for name in "cd":
+        await fleet.add(name)
+    await fleet.settle()
+    for _ in range(3):
+        await fleet.read(client, keys)
+    await on_two(fleet, keys, eventually)
+
+
+async def test_copies_keep_to_their_bandwidth(fleet: Any, chains: Any, eventually: Any) -> None:
+    rate = 400_000
+    for name in "ab":
+        await fleet.add(name, copy_after_hits=0, copy_bytes_per_s=rate)
+    client = fleet.client()
+    keys = chains.keys(160)
+    began = time.monotonic()
+    await fleet.put(client, keys)
+    acknowledged_s = time.monotonic() - began
+    await on_two(fleet, keys, eventually)
+    by_owner = max(sum(fleet.owner(key) is node for key in keys) for node in fleet.nodes.values())
+    assert time.monotonic() - began > (by_owner - 32) * 3488 / rate - 0.25 - 0.1
+    assert acknowledged_s < 0.7, "a put does not wait for copies"
+
+
+async def test_one_copy_only_when_so_configured(fleet: Any, chains: Any) -> None:
+    for name in "ab":
+        await fleet.add(name, copies=1, copy_after_hits=0)
+    client = fleet.client()
+    keys = chains.keys(32)
+    await fleet.put(client, keys)
+    for _ in range(4):
+        await fleet.read(client, keys)
+    assert sum(fleet.held_by(keys).values()) == 32
+    assert fleet.total("store_pages_copied_out") == 0
+
+
+async def test_a_damaged_value_is_read_from_the_copy(fleet: Any, chains: Any, eventually: Any) -> None:
+    for name in "abc":
+        await fleet.add(name)
+    client = fleet.client()
+    keys = chains.keys(16)
+    await fleet.put(client, keys)
+    for _ in range(3):
+        await fleet.read(client, keys)
+    await on_two(fleet, keys, eventually)
+    owner = fleet.owner(keys[0])
+    entry = owner.ssd._index.get(keys[7])
+    with (entry.segment.path / "data.mdb").open("r+b") as file:
+        file.seek(entry.offset + 500)
+        file.write(b"\xff\x00\xff")
+    assert owner.ssd.get(keys[7]) is None, "found bad, quarantined"
+    assert owner.ssd.held(keys).count(False) == 1
+    assert (await client.match(chains.root(), keys)).pages == 16
+    client._copied.clear()
+    assert await fleet.read(client, keys) == 16
+    await owner.part.read_through.close()
+    assert all(owner.ssd.held(keys)), "and repaired"
+    assert owner.counters["store_values_corrupt"] == 1
+
+
+async def test_damage_after_a_restart_is_still_repaired(fleet: Any, chains: Any, eventually: Any) -> None:
+    """The owner has forgotten which runs it copied; that a page was lost it reads from its own rows."""
+    for name in "ab":
+        await fleet.add(name, copy_after_hits=0)
+    client = fleet.client()
+    keys = chains.keys(16)
+    await fleet.put(client, keys)
+    await on_two(fleet, keys, eventually)
+    owner = fleet.owner(keys[0])
+    name = owner.part.node_id
+    entry = owner.ssd._index.get(keys[3])
+    with (entry.segment.path / "data.mdb").open("r+b") as file:
+        file.seek(entry.offset + 500)
+        file.write(b"\xff\x00\xff")
+    assert owner.ssd.get(keys[3]) is None
+    await fleet.nodes.pop(name).stop(0.1)
+    await fleet.add(name, copy_after_hits=100, listed=False)
+    member = fleet.list.find(name)
+    fleet.publish(
+        fleet.list.with_member(
+            type(member)(name, fleet.nodes[name].address, 9, joined_epoch=fleet.list.epoch + 1)
+        )
+    )
+    await fleet.settle()
+    assert await fleet.read(client, keys) == 16
