@@ -40,7 +40,7 @@ python:
 	  { echo "Cedar needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 
 lint: install-test
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/ruff format --check .
 
 types: install-test

@@ -161,8 +161,11 @@ class DirectoryState:
 
 
 class ViewKeeper:
-    """A client's last view. A directory that restarted (another ``epoch``) comes back empty: until its workers have
-    had ``keep_for_s`` to announce themselves, those of the last view are kept beside the new ones."""
+    """A client's last view, kept through a restart of the directory.
+
+    One that restarted (another ``epoch``) comes back empty: until its workers have had ``keep_for_s`` to
+    announce themselves, those of the last view are kept beside the new ones.
+    """
 
     def __init__(self, keep_for_s: float) -> None:
         self._keep_for_s = keep_for_s

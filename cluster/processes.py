@@ -55,18 +55,21 @@ def descendants(root: int) -> list[ProcessId]:
     return found
 
 
-def using_directory(directory: str) -> list[ProcessId]:
-    """Processes of ours whose command line or environment names this (unique, temporary) directory."""
-    needle = directory.encode()
+def of_session(directory: str) -> list[ProcessId]:
+    """Every living process that was started with this session's mark in its environment.
+
+    A user's shell or editor that merely has the folder on its command line is none of them.
+    """
+    mark = f"{SESSION_VARIABLE}={directory}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            named = needle in (entry / "cmdline").read_bytes() or needle in (entry / "environ").read_bytes()
+            marked = mark in (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if named:
+        if marked:
             found.append(ProcessId.of(int(entry.name)))
     return [process for process in found if process.started]
 
@@ -84,9 +87,9 @@ def end_session(directory: str, grace_s: float) -> list[ProcessId]:
     A raylet may start another worker while it goes, so one look is not enough.
     """
     deadline_s = time.monotonic() + grace_s
-    while (left := using_directory(directory)) and time.monotonic() < deadline_s:
+    while (left := of_session(directory)) and time.monotonic() < deadline_s:
         wait_gone(left, deadline_s - time.monotonic())
-    return [process for process in end(left, grace_s=2.0) if process.alive] or using_directory(directory)
+    return [process for process in end(left, grace_s=2.0) if process.alive] or of_session(directory)
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> list[ProcessId]:

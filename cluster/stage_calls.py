@@ -22,7 +22,7 @@ DECODE = pb.DESCRIPTOR.services_by_name["Decode"]
 WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
 STAGES = ("encoder", "prefill", "decode")
 CANCEL_TIMEOUT_S = 2.0
-END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+END_OF_STREAM: Any = grpc.aio.EOF
 
 
 class StageFailure(Exception):

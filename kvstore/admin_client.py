@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 from cedar.kvstore.admin import ADMIN_SERVICE
-from cedar.kvstore.errors import CorruptValue, FrameError
+from cedar.kvstore.errors import CorruptValue, FrameError, NodeUnreachable
 from cedar.kvstore.frames import FrameKind, decode_frame
 from cedar.kvstore.header import verify_value
 from cedar.kvstore.packs import Page
@@ -27,15 +27,12 @@ STALL_S: Final = 60.0
 _STORE = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
-class NodeUnreachable(RuntimeError):
-    """A node does not answer, or not as asked."""
-
-    def __init__(self, address: str, error: BaseException) -> None:
-        detail = str(error)
-        if isinstance(error, grpc.aio.AioRpcError):
-            detail = f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"
-        super().__init__(f"store node {address}: {detail or type(error).__name__}")
-        self.address = address
+def unreachable(address: str, error: BaseException) -> NodeUnreachable:
+    """The error of a call, in words."""
+    detail = str(error)
+    if isinstance(error, grpc.aio.AioRpcError):
+        detail = f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"
+    return NodeUnreachable(f"store node {address}: {detail or type(error).__name__}")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class AdminClient:
             try:
                 return dict((await stub.Stats(store_pb2.StatsRequest(), timeout=CALL_S)).values)
             except grpc.RpcError as error:
-                raise NodeUnreachable(address, error) from None
+                raise unreachable(address, error) from None
 
         found = await asyncio.gather(*map(ask, self.addresses))
         return dict(zip(self.addresses, found, strict=True))
@@ -105,7 +102,7 @@ class AdminClient:
                 async for progress in stub.Check(request):
                     await arrived.put((address, progress))
             except grpc.RpcError as error:
-                await arrived.put((address, NodeUnreachable(address, error)))
+                await arrived.put((address, unreachable(address, error)))
 
         tasks = [asyncio.ensure_future(follow(address)) for address in self.addresses]
         try:
@@ -145,7 +142,7 @@ class AdminClient:
                             seen.add(page.key)
                             yield total, page
             except (grpc.RpcError, TimeoutError, FrameError, CorruptValue) as error:
-                raise NodeUnreachable(address, error) from None
+                raise unreachable(address, error) from None
             finally:
                 call.cancel()
 
@@ -155,7 +152,7 @@ class AdminClient:
             try:
                 return await getattr(stub, method)(request, timeout=CALL_S)
             except grpc.RpcError as error:
-                raise NodeUnreachable(address, error) from None
+                raise unreachable(address, error) from None
 
         answers = await asyncio.gather(*map(ask, self.addresses))
         return dict(zip(self.addresses, answers, strict=True))

@@ -199,7 +199,8 @@ class ClusterClient:
         async def ask(node: NodeClient, positions: Sequence[int]) -> int | None:
             """The first of these pages that the node lacks; None when it does not answer."""
             began_s = time.monotonic()
-            match = await node.try_match(root, [keys[p] for p in positions])
+            whole = len(positions) == len(keys)
+            match = await node.try_match(root, keys if whole else [keys[p] for p in positions])
             if match is None:
                 return None
             self._match_timer.answered(time.monotonic() - began_s)
@@ -207,6 +208,8 @@ class ClusterClient:
             return positions[match.pages] if match.pages < len(positions) else len(keys)
 
         async def first_missing(positions: Sequence[int], level: int) -> int:
+            if level == 0 and len(plan.members.members) == 1:
+                return await ask_group(plan.holders(run_of(root))[0], positions, 0)
             groups = by_holder(runs_of(keys, positions), lambda tag: _at(plan.holders(tag), level))
             if sum(map(len, groups.values())) < len(positions):
                 return positions[0]
@@ -233,7 +236,7 @@ class ClusterClient:
 
         pages = 0
         if keys:
-            others = [ask_root()] if len(runs_of(keys)) == 1 else []
+            others = [ask_root()] if run_of(keys[-1]) == run_of(keys[0]) else []
             pages, *_ = await asyncio.gather(first_missing(range(len(keys)), 0), *others)
         else:
             await ask_root()
@@ -244,30 +247,34 @@ class ClusterClient:
     async def _read(
         self, plan: _Plan, keys: Sequence[bytes], start: int
     ) -> AsyncGenerator[tuple[int, memoryview], None]:
+        bell = asyncio.Event()
         runs = runs_of(keys, range(start, len(keys)))
         order = {run.tag: self._read_order(plan, run.tag) for run in runs}
-        streams = {
-            node: PageSource(node.read([keys[p] for p in positions]), positions)
-            for node, positions in by_holder(runs, lambda tag: _at(order[tag], 0)).items()
-        }
+
+        def open_stream(node: NodeClient, positions: Sequence[int]) -> PageSource:
+            return PageSource(node.read([keys[p] for p in positions]), positions, bell)
+
+        groups = by_holder(runs, lambda tag: _at(order[tag], 0))
+        streams = {node: open_stream(node, positions) for node, positions in groups.items()}
         slow: set[NodeClient] = set()
         try:
-            for source in streams.values():
-                source.take(-1)  # all begin to send now
             for run in runs:
                 first = _at(order[run.tag], 0)
                 if first is None:
                     return
                 if streams[first].ended and not first.resting:
                     # It ended at a page of an earlier run, which says nothing of this one.
-                    left = [p for later in runs for p in range(later.start, later.end)
-                            if p >= run.start and _at(order[later.tag], 0) is first]
                     await streams[first].close()
-                    streams[first] = PageSource(first.read([keys[p] for p in left]), left)
-                further = _Further(order[run.tag][1 : self.config.copies], keys)
-                patient = first not in slow
+                    streams[first] = open_stream(first, [p for p in groups[first] if p >= run.start])
+                further = _Further(order[run.tag][1 : self.config.copies], open_stream)
                 pages = read_run(
-                    run, [streams[first]], further.open, self._timer, self._count, patient=patient
+                    run,
+                    [streams[first]],
+                    further.open,
+                    bell=bell,
+                    timer=self._timer,
+                    count=self._count,
+                    patient=first not in slow,
                 )
                 position = run.start
                 async with aclosing(pages):
@@ -379,9 +386,13 @@ class ClusterClient:
 class _Further:
     """The holders of a run that are still to be asked."""
 
-    def __init__(self, nodes: Sequence[NodeClient], keys: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[NodeClient],
+        open_stream: Callable[[NodeClient, Sequence[int]], PageSource],
+    ) -> None:
         self._nodes = list(nodes)
-        self._keys = keys
+        self._open_stream = open_stream
         self.opened = False
 
     def open(self, position: int, end: int) -> PageSource | None:
@@ -389,8 +400,7 @@ class _Further:
         if not self._nodes:
             return None
         self.opened = True
-        node = self._nodes.pop(0)
-        return PageSource(node.read(self._keys[position:end]), range(position, end))
+        return self._open_stream(self._nodes.pop(0), range(position, end))
 
 
 def _at(nodes: Sequence[NodeClient], level: int) -> NodeClient | None:

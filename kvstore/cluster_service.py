@@ -10,6 +10,7 @@ from cedar.kvstore.cluster_part import ClusterPart
 from cedar.kvstore.epochs import expect_epoch
 from cedar.kvstore.errors import NotHeld
 from cedar.kvstore.frames import FRAME_BYTES, FrameKind, encode_frame
+from cedar.kvstore.keys import KEY_BYTES, split_keys
 from cedar.kvstore.node_client import COPIED_RUNS
 from cedar.kvstore.placement import run_of, runs_of
 from cedar.kvstore.service import MAX_WINDOWS_LISTED, Context, StoreService, _forget
@@ -36,10 +37,10 @@ class ClusterStoreService(StoreService):
         """As on one node; pages that peers still hold for this one count too."""
         await expect_epoch(context, self._part.node_id, self._part.feed)
         response: store_pb2.MatchResponse = await super().MatchPrefix(request, context)
-        keys = requested_keys(request.page_keys, self._config) if request.page_keys else []
-        if response.pages == len(keys) or not self._part.read_through.sources(keys[response.pages]):
+        wanted = request.page_keys[response.pages * KEY_BYTES :]
+        if not wanted or not self._part.read_through.sources(wanted[:KEY_BYTES]):
             return response
-        rest = keys[response.pages :]
+        rest = split_keys(wanted)
         own = await self._on_reader(self._ssd.held, rest)
         more, windows = await self._part.read_through.held(request.root_key, rest, own)
         at = set(rest[:more])

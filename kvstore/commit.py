@@ -54,6 +54,7 @@ class Committer:
         values = [(key, item.value, rows[key]) for key, item in items.items()]
         started_s = time.monotonic()
         for _ in range(2):
+            segment = None
             try:
                 segment = self._segments.for_writing(now_s)
                 segment.commit(values, self._rows_to_update(segment))
@@ -61,6 +62,8 @@ class Committer:
                 self._segments.close_to_writes()
             except (lmdb.Error, OSError, SegmentDamaged) as error:
                 self._fail(error, len(values))
+                if segment is not None:
+                    self._recover(segment)
                 return "disk"
             else:
                 self._counters.add("store_commits")
@@ -90,8 +93,22 @@ class Committer:
             segment.commit((), rows)
         except lmdb.Error as error:
             log.warning("segment %d: rows not updated: %s", segment.number, error)
+        else:
+            return
         finally:
             segment.let_go()
+        self._recover(segment)
+
+    def _recover(self, segment: Segment) -> None:
+        """Keep a segment readable whose commit failed; one that is not any more goes to salvage."""
+        try:
+            segment.recover()
+        except (lmdb.Error, OSError, SegmentDamaged) as error:
+            log.warning("segment %d: %s", segment.number, error)
+            self._counters.add("store_segments_damaged")
+            self._index.remove_segment(segment)
+            self._segments.condemn(segment)
+            self._on_pressure()
 
     def _refusal(self, size: int) -> str:
         if self._clock.monotonic_s() < self._retry_s:

@@ -36,8 +36,8 @@ class SsdConfig:
     low_watermark: float = 0.85
     reserve_bytes: int = 256 * MIB  # free disk that is never used
     durability: Durability = "batch"
-    commit_values: int = 16
-    commit_bytes: int = 4 * MIB
+    commit_values: int = 16  # enough for a commit not to wait for more
+    commit_bytes: int = 16 * MIB  # most in one commit
     commit_wait_s: float = 0.005
     queue_bytes: int = 64 * MIB
     carry_bytes_per_s: int = 16 * MIB
@@ -119,6 +119,7 @@ class NodeConfig:
     retry_after_s: float = 0.05
     keepalive_s: float = 10.0
     keepalive_timeout_s: float = 3.0
+    grace_s: float = 5.0  # time for calls in flight when the node's process is told to stop
     tls: TlsConfig | None = None  # both sides show certificates
     metrics_port: int | None = None  # Prometheus scrapes on this port of ``metrics_host``; 0: any free one
     metrics_host: str = "127.0.0.1"

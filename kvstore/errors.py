@@ -36,6 +36,10 @@ class NotHeld(KeyError):
     """What was asked for is not held here."""
 
 
+class NodeUnreachable(RuntimeError):
+    """A store node does not answer an operator, or not as asked."""
+
+
 class StoreClosed(RuntimeError):
     """The tier has been closed."""
 

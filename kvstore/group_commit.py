@@ -1,6 +1,7 @@
 """The one thread that writes: collects puts into group commits and answers each when it is durable.
 
-A commit takes what is queued, up to 16 values or 4 MB or 5 ms after the first, into one transaction. A page
+A commit takes what is queued, up to 16 MiB, into one transaction; it waits for company until it has 16
+values, but not longer than 5 ms after the first. A page
 becomes visible after that transaction, never before; put-if-absent: whoever came first stays.
 The queue is bounded in bytes.
 """
@@ -148,10 +149,8 @@ class GroupCommit:
                     jobs.append(self._jobs.popleft())
                     values += len(jobs[-1].items)
                     size += jobs[-1].bytes
-                    if values >= self._config.commit_values:
-                        return jobs
                 left_s = deadline_s - time.monotonic()
-                if self._jobs or left_s <= 0 or self._closing or not jobs:
+                if values >= self._config.commit_values or self._jobs or left_s <= 0 or self._closing or not jobs:
                     return jobs
                 self._wake.wait(left_s)
 
@@ -223,7 +222,7 @@ class GroupCommit:
         if not entry.segment.hold():
             return None
         try:
-            header = entry.segment.header(item.key)
+            header = entry.segment.header(item.key, entry.offset, entry.size)
             return None if header is None else header.checksum == _stored_checksum(item.value)
         except CorruptValue as error:
             self._on_corrupt(item.key, entry, error)

@@ -41,6 +41,7 @@ _TAG_PARENT, _TAG_IDS, _TAG_IMAGE = 16, 17, 18
 _NO_PAGE: Final = b"\xff"  # in the place of a root's place: the page after it begins a run
 _FIELD: Final = struct.Struct("<BI")
 _IMAGE: Final = struct.Struct("<III")
+_KEY: Final = struct.Struct(f"{KEY_BYTES}s")
 
 
 class ImageSpan(Protocol):
@@ -155,7 +156,7 @@ def split_keys(joined: bytes, *, field: str = "page_keys", limit: int | None = N
         raise InvalidRequest(field, f"{len(joined)} bytes", f"must be a multiple of {KEY_BYTES} bytes")
     if limit is not None and count > limit:
         raise InvalidRequest(field, f"{count} keys", f"at most {limit} keys")
-    return [joined[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(count)]
+    return [key for (key,) in _KEY.iter_unpack(joined)]
 
 
 def _in_run(parent: bytes, digest: bytes) -> bytes:

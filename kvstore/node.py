@@ -211,6 +211,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         help="bandwidth for moved pages (default 32)",
     )
     add("--metrics-port", type=int, help="answer Prometheus here, on loopback; 0: any free port")
+    add("--grace-s", type=float, default=5.0, help="time for calls in flight when it stops (default 5)")
     add("--max-reads", type=int, default=64, help="GetPages calls at a time (default 64)")
     add("--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files: mutual TLS")
     add("--fingerprint", action="append", default=[], metavar="HEX", help="take only this model's pages")
@@ -233,6 +234,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         port=arguments.port,
         fingerprints=tuple(bytes.fromhex(text) for text in arguments.fingerprint),
         max_reads=arguments.max_reads,
+        grace_s=arguments.grace_s,
         metrics_port=arguments.metrics_port,
         tls=tls,
     )
@@ -269,7 +271,7 @@ async def serve(config: NodeConfig, peers: PeerConfig | None = None) -> None:
     await stopping.wait()
     if draining.is_set():
         await node.drain()
-    await node.stop()
+    await node.stop(config.grace_s)
 
 
 def main(argv: list[str] | None = None) -> int:

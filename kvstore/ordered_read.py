@@ -9,80 +9,75 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Final
 
 from cedar.kvstore.hedge import HedgeTimer
 from cedar.kvstore.placement import Run
 
 Values = AsyncGenerator[tuple[int, memoryview], None]
-
-
-class _Ended(Exception):
-    """A StopAsyncIteration cannot be a task's result."""
+PAGES_AHEAD: Final = 16
 
 
 class PageSource:
-    """One node's stream; ``positions`` in the chain of the pages it was asked for, ascending."""
+    """One node's stream, read by a task of its own, a few pages ahead.
 
-    def __init__(self, values: Values, positions: Sequence[int]) -> None:
+    ``positions``: in the chain, of the pages it was asked for, ascending. ``bell``: rung when there is news.
+    """
+
+    def __init__(self, values: Values, positions: Sequence[int], bell: asyncio.Event) -> None:
         self._values = values
         self._positions = positions
-        self._pending: asyncio.Task[tuple[int, memoryview]] | None = None
-        self._held: tuple[int, memoryview] | None = None
-        self.ended = False
-
-    def take(self, position: int) -> memoryview | None:
-        """The page at ``position`` if it is here; starts waiting for it if it is not. Skips earlier ones."""
-        while not self.ended:
-            if self._held is None:
-                if self._pending is None:
-                    self._pending = asyncio.get_running_loop().create_task(self._next())
-                if not self._pending.done():
-                    return None
-                pending, self._pending = self._pending, None
-                try:
-                    index, value = pending.result()
-                except _Ended:
-                    self.ended = True
-                    return None
-                self._held = (self._positions[index], value)
-            if self._held[0] > position:
-                return None
-            found, self._held = self._held, None
-            if found[0] == position:
-                return found[1]
-        return None
+        self._bell = bell
+        self._ready: deque[tuple[int, memoryview]] = deque()
+        self._room = asyncio.Event()
+        self._finished = False
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
-    def waiting_for(self) -> asyncio.Task[tuple[int, memoryview]] | None:
-        """What to wait for after ``take`` gave nothing."""
-        return self._pending
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._finished and not self._ready
+
+    def take(self, position: int) -> memoryview | None:
+        """The page at ``position`` if it is here; earlier ones are let go."""
+        ready = self._ready
+        while ready and ready[0][0] < position:
+            ready.popleft()
+        value = ready.popleft()[1] if ready and ready[0][0] == position else None
+        if len(ready) < PAGES_AHEAD // 2:
+            self._room.set()
+        return value
 
     async def close(self) -> None:
         """End the stream."""
-        self.ended = True
-        if self._pending is not None:
-            self._pending.cancel()
-            await asyncio.wait([self._pending])
-            if not self._pending.cancelled():
-                self._pending.exception()
-            self._pending = None
+        self._ready.clear()
+        self._task.cancel()
+        await asyncio.wait([self._task])
         await self._values.aclose()
 
-    async def _next(self) -> tuple[int, memoryview]:
+    async def _run(self) -> None:
         try:
-            return await anext(self._values)
-        except StopAsyncIteration:
-            raise _Ended from None
+            async for index, value in self._values:
+                self._ready.append((self._positions[index], value))
+                self._bell.set()
+                if len(self._ready) >= PAGES_AHEAD:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._finished = True
+            self._bell.set()
 
 
 async def read_run(
     run: Run,
     sources: Sequence[PageSource],
     next_source: Callable[[int, int], PageSource | None],
+    *,
+    bell: asyncio.Event,
     timer: HedgeTimer,
     count: Callable[[str], None],
-    *,
     patient: bool = True,
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
     """(position, value) of the run's pages in order, as far as any holder has them.
@@ -90,46 +85,54 @@ async def read_run(
     ``sources``: streams that are open already; they stay open. ``next_source(position, end)``: opens the next
     holder's stream, None when there is no further one. ``patient=False``: asks it at once.
     """
-    live = [source for source in sources if not source.ended]
+    live = list(sources)
     extra: list[PageSource] = []
-    position = run.start
+    further = True
     try:
-        while position < run.end:
-            began_s = time.monotonic()
-            deadline_s: float | None = began_s + (timer.delay_s if patient else 0.0)
-            while True:
-                value, giver = _first(live, position)
-                if value is not None:
-                    break
+        for position in range(run.start, run.end):
+            began_s = asked_s = time.monotonic()
+            waited = False
+            while (found := _first(live, position)) is None:
                 live = [source for source in live if not source.ended]
-                waits = [source.waiting_for for source in live if source.waiting_for is not None]
-                left_s = deadline_s - time.monotonic() if deadline_s is not None else None
-                if waits and (left_s is None or left_s > 0):
-                    await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                delay_s = timer.delay_s if patient or extra else 0.0
+                left_s = asked_s + delay_s - time.monotonic() if further else None
+                if live and (left_s is None or left_s > 0):
+                    bell.clear()
+                    await _rung(bell, left_s)
+                    waited = True
                     continue
-                another = next_source(position, run.end)
+                another = next_source(position, run.end) if further else None
                 if another is None:
-                    if not waits:
+                    further = False
+                    if not live:
                         return
-                    deadline_s = None
                     continue
-                count("reads_hedged" if waits else "reads_failed_over")
+                count("reads_hedged" if live else "reads_failed_over")
                 live.append(another)
                 extra.append(another)
-                deadline_s = time.monotonic() + timer.delay_s
-            timer.answered(time.monotonic() - began_s)
+                asked_s = time.monotonic()
+            value, giver = found
+            if waited:
+                timer.answered(time.monotonic() - began_s)
             if giver in extra:
                 count("pages_from_replica")
             yield position, value
-            position += 1
     finally:
         for source in extra:
             await source.close()
 
 
-def _first(live: Sequence[PageSource], position: int) -> tuple[memoryview | None, PageSource | None]:
+def _first(live: Sequence[PageSource], position: int) -> tuple[memoryview, PageSource] | None:
     for source in live:
         value = source.take(position)
         if value is not None:
             return value, source
-    return None, None
+    return None
+
+
+async def _rung(bell: asyncio.Event, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await bell.wait()
+    except TimeoutError:
+        return

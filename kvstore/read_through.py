@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.members import Member
@@ -42,7 +43,7 @@ class ReadThrough:
         self._keep = keep
         self._lost = lost
         self._count = count
-        self._keeping: set[bytes] = set()
+        self._keeping: dict[bytes, CopiedPage] = {}  # fetched, and not yet stored
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sources(self, key: bytes) -> list[Member]:
@@ -82,6 +83,9 @@ class ReadThrough:
 
     async def fetch(self, keys: Sequence[bytes]) -> list[CopiedPage]:
         """Leading pages of ``keys``, all of one run; stored here in the background."""
+        arrived = list(takewhile(lambda page: page is not None, map(self._keeping.get, keys)))
+        if arrived:
+            return [page for page in arrived if page is not None]
         for member in self.sources(keys[0]):
             pages = await self._peers.of(member).fetch(keys)
             if pages:
@@ -114,9 +118,10 @@ class ReadThrough:
             try:
                 await self._keep(fresh)
             finally:
-                self._keeping.difference_update(page.key for page in fresh)
+                for page in fresh:
+                    del self._keeping[page.key]
 
-        self._keeping.update(page.key for page in fresh)
+        self._keeping.update((page.key, page) for page in fresh)
         task = asyncio.get_running_loop().create_task(keep())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

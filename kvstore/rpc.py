@@ -91,7 +91,7 @@ def service_descriptor(full_name: str) -> ServiceDescriptor:
     return descriptor_pool.Default().FindServiceByName(full_name)
 
 
-def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler[Any, Any]:
+def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
     """Handler that serves ``descriptor`` with the methods of ``servicer``, which have the RPCs' names.
 
     Unary answers come from functions or coroutine functions, streamed ones from (async) generators.

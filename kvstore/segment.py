@@ -10,6 +10,7 @@ Reads hold the segment (``hold``/``let_go``), so that dropping it closes the map
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 import lmdb
 from cedar.kvstore.errors import CorruptValue, StoreClosed
-from cedar.kvstore.file_offsets import announce, buffer_address, map_base
+from cedar.kvstore.file_offsets import announce, buffer_address, map_base, populate
 from cedar.kvstore.header import ValueHeader, read_header
 from cedar.kvstore.machine import allocated_bytes
 from cedar.kvstore.rows import Row, pack_row, unpack_row
@@ -33,6 +34,10 @@ MAX_READERS: Final = 256
 _SLACK_BYTES: Final = 16 << 20
 _CREATED = struct.Struct("<Id")
 _SEGMENT_VERSION: Final = 1
+_READERS_END_S: Final = 5.0
+_NOT_THE_FILES_FAULT: Final = frozenset(
+    (errno.EACCES, errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.EROFS)
+)
 
 
 class SegmentDamaged(Exception):
@@ -50,7 +55,11 @@ class Segment:
     def __init__(
         self, path: Path, number: int, *, map_bytes: int, durable: bool, created_s: float | None
     ) -> None:
-        """Open the segment in ``path``; ``created_s`` (store time) creates it. OSError, SegmentDamaged."""
+        """Open the segment in ``path``; ``created_s`` (store time) creates it.
+
+        SegmentDamaged when the fault is the file's; OSError when it is not (no memory, no descriptors, no
+        permission): such a file must not be given up.
+        """
         self.path = path
         self.number = number
         self.keys: list[bytes] = []  # all ever committed here; the index knows the current ones
@@ -60,34 +69,17 @@ class Segment:
         self._pid = os.getpid()
         self._holders = 0
         self._dropped = False
+        self._paused = False
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._map_bytes = map_bytes
+        self._durable = durable
         if created_s is not None:
             path.mkdir(parents=True)
         elif not (path / DATA_FILE).exists():
             raise SegmentDamaged(f"{path.name}: no {DATA_FILE}")
         _allocate_lock_file(path / LOCK_FILE)  # a no-op where it has its blocks, so also on a full disk
-        try:
-            self._env = lmdb.open(
-                str(path), map_size=map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS, mode=0o600,
-                readahead=False, writemap=False, sync=durable, metasync=durable, meminit=True,
-                max_spare_txns=0,
-            )  # fmt: skip
-        except (lmdb.Error, OSError) as error:
-            raise SegmentDamaged(f"{path.name}: {error}") from error
-        try:
-            self._fd = os.open(path / DATA_FILE, os.O_RDONLY)
-            self._refuse_truncated()
-            self._values = self._env.open_db(b"values")
-            self._rows = self._env.open_db(b"rows")
-            self._about = self._env.open_db(b"about")
-            self.created_s = self._read_created(created_s)
-        except (lmdb.Error, OSError, struct.error) as error:
-            self._env.close()
-            raise SegmentDamaged(f"{path.name}: {error}") from error
-        except SegmentDamaged:
-            self._env.close()
-            raise
-        self._map_base = map_base(path / DATA_FILE)
+        self._open(created_s)
         if created_s is not None and durable:
             _sync_directory(path)
             _sync_directory(path.parent)
@@ -130,6 +122,30 @@ class Segment:
             views = map(look_up, keys)
             return [0 if view is None else buffer_address(view) - base for view in views]
 
+    def recover(self) -> None:
+        """After a failed commit (the writer thread): LMDB ends an environment whose last page of a commit it
+        could not write, for readers too, so open it anew. SegmentDamaged, OSError when that fails.
+        """
+        try:
+            with self._env.begin():
+                return
+        except lmdb.Error:
+            pass
+        with self._idle:
+            self._paused = True  # a miss, for as long as this takes
+            try:
+                if not self._idle.wait_for(lambda: self._holders == 0, _READERS_END_S) or self._dropped:
+                    return
+                os.close(self._fd)
+                self._env.close()
+                try:
+                    self._open(None)
+                except BaseException:
+                    self._dropped = True  # nothing is open any more
+                    raise
+            finally:
+                self._paused = False
+
     def sync(self) -> None:
         """Force everything to disk (for a clean stop without durability)."""
         self._env.sync(True)
@@ -139,7 +155,7 @@ class Segment:
     def hold(self) -> bool:
         """Keep the map open until ``let_go``; False when the segment has been dropped."""
         with self._lock:
-            if self._dropped:
+            if self._dropped or self._paused:
                 return False
             self._holders += 1
             return True
@@ -148,6 +164,7 @@ class Segment:
         """End one ``hold``."""
         with self._lock:
             self._holders -= 1
+            self._idle.notify_all()
             close = self._dropped and self._holders == 0
         if close:
             self._close()
@@ -162,8 +179,17 @@ class Segment:
         with self._env.begin(db=self._values, buffers=True) as txn:
             yield txn.get
 
-    def header(self, key: bytes) -> ValueHeader | None:
+    def expect_readable(self, offset: int, size: int) -> None:
+        """CorruptValue when the disk cannot give these bytes: reading them through the map is a SIGBUS.
+
+        Also fetches them in one go. ``offset`` 0: not known, so nothing is tried.
+        """
+        if offset and self._map_base is not None and not populate(self._map_base + offset, size):
+            raise CorruptValue("unreadable", f"{self.path.name}: the disk cannot read it")
+
+    def header(self, key: bytes, offset: int = 0, size: int = 0) -> ValueHeader | None:
         """Header of a stored value, payload unverified; None when absent, CorruptValue when it is not one."""
+        self.expect_readable(offset, size)
         with self.reading() as look_up:
             view = look_up(key)
             return None if view is None else read_header(view)
@@ -214,6 +240,32 @@ class Segment:
         os.close(self._fd)
         self._env.close()
 
+    def _open(self, created_s: float | None) -> None:
+        path, durable = self.path, self._durable
+        try:
+            self._env = lmdb.open(
+                str(path), map_size=self._map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS, mode=0o600,
+                readahead=False, writemap=False, sync=durable, metasync=durable, meminit=True,
+                max_spare_txns=0,
+            )  # fmt: skip
+        except (lmdb.Error, OSError) as error:
+            raise _fault(path.name, error) from error
+        try:
+            self._fd = os.open(path / DATA_FILE, os.O_RDONLY)
+        except OSError as error:
+            self._env.close()
+            raise _fault(path.name, error) from error
+        try:
+            self._refuse_truncated()
+            self._values = self._env.open_db(b"values")
+            self._rows = self._env.open_db(b"rows")
+            self._about = self._env.open_db(b"about")
+            self.created_s = self._read_created(created_s)
+        except (lmdb.Error, OSError, struct.error, SegmentDamaged) as error:
+            self._close()
+            raise _fault(path.name, error) from error
+        self._map_base = map_base(path / DATA_FILE)
+
     def _expect_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed("a store that was open before a fork cannot be used in the child")
@@ -239,6 +291,17 @@ class Segment:
                 f"{self.path.name}: segment version {version}, this build reads {_SEGMENT_VERSION}"
             )
         return float(created)
+
+
+def _fault(name: str, error: Exception) -> Exception:
+    """Whose fault it is that a segment does not open: SegmentDamaged for the file's, else OSError."""
+    if isinstance(error, SegmentDamaged):
+        return error
+    code = error.errno if isinstance(error, OSError) else None
+    for number in _NOT_THE_FILES_FAULT:  # lmdb.Error says it in words alone
+        if code == number or (code is None and os.strerror(number) in str(error)):
+            return OSError(number, os.strerror(number), f"segment {name}")
+    return SegmentDamaged(f"{name}: {error}")
 
 
 def _allocate_lock_file(path: Path) -> None:

@@ -101,7 +101,7 @@ class SegmentSet:
         """Take a segment that fails out of service, keeping its file for salvage."""
         self._forget(segment)
         self._set_aside(segment.path)
-        segment.drop()
+        segment.close()
 
     def facts(self) -> list[SegmentFacts]:
         """What eviction needs to know of each."""
@@ -176,5 +176,4 @@ class SegmentSet:
         try:
             path.rename(target)
         except OSError as error:
-            log.warning("segment %s cannot be moved aside, deleting it: %s", path.name, error)
-            shutil.rmtree(path, ignore_errors=True)
+            log.warning("segment %s stays where it is until the next start: %s", path.name, error)

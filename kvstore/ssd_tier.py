@@ -28,7 +28,7 @@ from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.quarantine import Quarantine
 from cedar.kvstore.removal import Copies, copies_of, remove_pages
 from cedar.kvstore.rows import UNKNOWN_TENANT, Row
-from cedar.kvstore.segment import Segment
+from cedar.kvstore.segment import LMDB_PAGE_BYTES, Segment
 from cedar.kvstore.segment_set import SegmentSet
 from cedar.kvstore.stats import Counters, PageUse
 from cedar.kvstore.store_time import StoreTime
@@ -147,10 +147,9 @@ class SsdTier:
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading pages are held. Counts as a use of them: their holder may never fetch the head."""
         now_s = self._time.now_s()
-        count = self._index.leading(keys, now_s)
+        count = self._index.use_leading(keys, now_s)
         first = self._index.get(keys[0]) if count else None
         self.counters.observer.looked_up("ssd", first.tenant if first else b"", len(keys), count)
-        self._index.touch(keys[:count], now_s)
         return count
 
     def get(self, key: bytes) -> bytes | None:
@@ -206,13 +205,22 @@ class SsdTier:
     def announce(self, keys: Sequence[bytes]) -> None:
         """Let the kernel start reading these pages, before the first of them is read."""
         now_s = self._time.now_s()
+        stretches: list[tuple[Segment, int, int]] = []  # pages stored together are read in one go
         for key in keys:
             entry = self._index.live(key, now_s)
             if entry is None:
-                return
-            if entry.segment.hold():
-                entry.segment.announce(entry.offset, entry.size)
-                entry.segment.let_go()
+                break
+            end = entry.offset + entry.size
+            if stretches:
+                segment, start, until = stretches[-1]
+                if entry.segment is segment and 0 <= entry.offset - until < LMDB_PAGE_BYTES:
+                    stretches[-1] = (segment, start, end)
+                    continue
+            stretches.append((entry.segment, entry.offset, end))
+        for segment, start, end in stretches:
+            if segment.hold():
+                segment.announce(start, end - start)
+                segment.let_go()
 
     # ---- for other nodes ----
 
@@ -271,6 +279,7 @@ class SsdTier:
         if entry is None or not entry.segment.hold():
             return "gone"
         try:
+            entry.segment.expect_readable(entry.offset, entry.size)
             with entry.segment.reading() as look_up:
                 view = look_up(key)
                 if view is None:
@@ -401,6 +410,7 @@ class SsdTier:
                     return None
                 stack.callback(segment.let_go)
                 look_ups[segment] = stack.enter_context(segment.reading())
+            segment.expect_readable(entry.offset, entry.size)
             view = look_ups[segment](key)
             if view is None:
                 raise CorruptValue("key", "its segment has lost it")

@@ -126,10 +126,12 @@ class WindowTier:
         """Names of the records under these page keys, the longest first, ``limit`` at most. Not a use."""
         with self._lock:
             now_s = self._clock.monotonic_s()
+            by_page = self._by_page
             found = [
                 name
                 for page_key in page_keys
-                for name in self._by_page.get(page_key, ())
+                if page_key in by_page
+                for name in by_page[page_key]
                 if self._held[name].expires_s > now_s
             ]
         found.sort(key=lambda name: -name.tokens)

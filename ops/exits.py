@@ -54,8 +54,9 @@ def explain(error: BaseException) -> tuple[str, Exit] | None:
         return f"{error.filename}: {error.strerror}", Exit.USAGE
     if type(error).__module__.startswith("cedar."):
         from cedar.cluster.errors import ClusterNotFound, PortInUse
+        from cedar.kvstore.errors import NodeUnreachable
 
-        if isinstance(error, ClusterNotFound):
+        if isinstance(error, ClusterNotFound | NodeUnreachable):
             return str(error.args[0]), Exit.UNREACHABLE
         if isinstance(error, ValueError | PortInUse):
             return str(error), Exit.USAGE

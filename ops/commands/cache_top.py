@@ -100,7 +100,7 @@ def top_table(
             sum(stats[node].get(name, 0.0) - before[node].get(name, 0.0) for node in stats if node in before)
             for name in ("store_read_bytes", "store_put_bytes")
         )
-        title += f": reads {size(reads / every_s)}/s, writes {size(writes / every_s)}/s"
+        title += f": reads {size(reads / seconds)}/s, writes {size(writes / seconds)}/s"
     rows = [
         [
             line.tenant[:12] or "unknown",

@@ -42,7 +42,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster
         cluster.wait_ready()
         yield cluster
     finally:
-        cluster.stop(); print("EV", cluster.events[-6:])
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cedar.cluster import remote, state_file
-from cedar.cluster.processes import using_directory
+from cedar.cluster.processes import of_session
 from cedar.cluster.remote import ClusterStatus, WorkerReport
 from cedar.cluster.state_file import ClusterState
 
@@ -40,9 +40,10 @@ class RayCluster:
         """Read events until the cluster is ready; fails with its log when it does not become so."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.events.append(json.loads(line))
-            if "ready" in self.events[-1]:
-                return
+            if line.startswith("{"):  # Ray prints, too
+                self.events.append(json.loads(line))
+                if "ready" in self.events[-1]:
+                    return
         raise AssertionError(f"not started: {self.events[-3:]}\n{self.log()}")
 
     def log(self) -> str:
@@ -89,8 +90,8 @@ class RayCluster:
             state = self.state
             self.process.send_signal(number)
             code = self.process.wait(timeout=60)
-            self.events += [json.loads(line) for line in self.process.stdout or ()]
-            left = using_directory(state.ray_temp_dir)
+            self.events += [json.loads(line) for line in self.process.stdout or () if line.startswith("{")]
+            left = of_session(state.ray_temp_dir)
             assert not left, f"processes left: {left}"
             assert not Path(state.ray_temp_dir).exists()
             assert not [s for s in state_file.list_clusters() if s.name == NAME]

@@ -15,7 +15,7 @@ from cedar.cluster.application import _last_line
 from cedar.cluster.config_load import check_checkpoint, load_config
 from cedar.cluster.environment import local_ray_environment, worker_environment
 from cedar.cluster.errors import ConfigError, LaunchError, PortInUse
-from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session, using_directory
+from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session, of_session
 from cedar.cluster.ray_runtime import local_cpus
 from cedar.cluster.state_file import ClusterState, WorkerEntry, process_started
 from cedar.cluster.worker_configs import decode_config, encoder_config, prefill_config, store_config
@@ -37,7 +37,7 @@ def sleeper(seconds: float, folder: Path) -> "subprocess.Popen[bytes]":
     """A process that carries the mark of a session."""
     command = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
     process = subprocess.Popen(command, env={SESSION_VARIABLE: str(folder)})
-    while not using_directory(str(folder)):
+    while not of_session(str(folder)):
         time.sleep(0.01)
     return process
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cedar.cluster.client import GenerationClient
-from cedar.cluster.processes import using_directory
+from cedar.cluster.processes import of_session
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
 
@@ -25,7 +25,7 @@ async def answer(cluster: RayCluster, text: str) -> pb.Finished:
 
 def process_named(cluster: RayCluster, title: str) -> int:
     """The process that Ray gave this title; 0 when there is none."""
-    for process in using_directory(cluster.state.ray_temp_dir):
+    for process in of_session(cluster.state.ray_temp_dir):
         line = Path(f"/proc/{process.pid}/cmdline")
         if line.exists() and line.read_bytes().startswith(title.encode()):
             return process.pid

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cedar.cluster import state_file
 from cedar.cluster.errors import ClusterNotFound, ConfigError
-from cedar.cluster.processes import ProcessId, descendants, end, using_directory
+from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, descendants, end, of_session
 from cedar.cluster.progress import Progress, Step
 from cedar.cluster.state_file import ClusterState, WorkerEntry, process_started
 
@@ -66,18 +66,23 @@ def test_a_reused_pid_is_not_the_owner() -> None:
 
 def test_processes_are_found_and_ended_by_id(tmp_path: Path) -> None:
     script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); p.wait()"
-    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    environment = {**os.environ, SESSION_VARIABLE: str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    onlooker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)])
     try:
         while not (below := descendants(parent.pid)):
             pass
-        assert ProcessId.of(parent.pid) in using_directory(str(tmp_path))
+        found = of_session(str(tmp_path))
+        assert {*below, ProcessId.of(parent.pid)} <= set(found)
+        assert ProcessId.of(onlooker.pid) not in found
         stranger = ProcessId(parent.pid, 1)
         assert end([stranger], grace_s=0.1) == []
         assert parent.poll() is None, "same pid, other process: left alone"
-        assert end([*below, ProcessId.of(parent.pid)], grace_s=2) == []
+        assert end(found, grace_s=2) == []
     finally:
-        parent.kill()
-        parent.wait()
+        for process in (parent, onlooker):
+            process.kill()
+            process.wait()
 
 
 def test_progress_says_each_change_once() -> None:

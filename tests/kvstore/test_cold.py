@@ -1,4 +1,4 @@
-"""The cold tier over an object store that fails in every way they do: no lost archive, no wrong byte, no hang."""
+"""The cold tier over an object store that fails in every way: no wrong byte, no hang, no lost archive."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_call_that_hangs_ends_at_its_deadline(pages: list[Page]) -> None:
     bucket.faults.hang.clear()
     started = time.monotonic()
     for _ in range(4):
-        with pytest.raises(ColdUnavailable, match="no answer|hang|alone"):
+        with pytest.raises(ColdUnavailable, match=r"no answer|hang|alone"):
             bucket.tier.manifests()
     assert time.monotonic() - started < 2
     assert sum(thread.name == "cedar-cold" for thread in threading.enumerate()) <= 2

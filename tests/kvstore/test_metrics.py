@@ -84,7 +84,10 @@ def test_tenants_are_bounded() -> None:
         metrics.admitted(f"tenant-{number}", common_pb2.PromptSources(prompt_tokens=1, computed_tokens=1))
     found = samples(metrics)
     assert found['cedar_prompt_tokens_total{source="computed",tenant="other"}'] == 20
-    assert len([k for k in found if k.startswith('cedar_prompt_tokens_total{source="computed"')]) == MAX_TENANTS + 1
+    assert (
+        len([k for k in found if k.startswith('cedar_prompt_tokens_total{source="computed"')])
+        == MAX_TENANTS + 1
+    )
 
 
 async def test_a_node_counts_by_tier_and_tenant(running_node: Any, chains: Any) -> None:
@@ -109,7 +112,9 @@ async def test_a_node_counts_by_tier_and_tenant(running_node: Any, chains: Any) 
                 return str(answer.read().decode())
 
         text = await asyncio.get_running_loop().run_in_executor(None, scrape)
-        found = {n: float(v) for n, _, v in (line.rpartition(" ") for line in text.splitlines()) if n[:1] != "#"}
+        found = {
+            n: float(v) for n, _, v in (line.rpartition(" ") for line in text.splitlines()) if n[:1] != "#"
+        }
         lookups = "cedar_store_lookup_pages_total"
         assert found[f'{lookups}{{result="hit",tenant="{label}",tier="ssd"}}'] == 4
         assert found[f'{lookups}{{result="miss",tenant="{label}",tier="ssd"}}'] == 2

@@ -107,5 +107,5 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, pages: list[Page]) -
     with pack_file.reading(path) as pack:
         assert [p.key for p in pack.pages] == [p.key for p in pages]
     path.write_bytes(b"something else entirely, and long enough to hold a trailer of 48 bytes")
-    with pytest.raises(BadPack, match="a.pack"), pack_file.reading(path):
+    with pytest.raises(BadPack, match=r"a\.pack"), pack_file.reading(path):
         pass

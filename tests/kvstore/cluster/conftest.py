@@ -222,7 +222,8 @@ class Programs:
     def node(self, name: str, service: str, *arguments: str, prefix: tuple[str, ...] = ()) -> Process:
         return self.launch(
             "cedar.kvstore.node", "--directory", str(self.directory / name), "--node-id", name,
-            "--capacity-gib", "0.25", "--reserve-mib", "1", "--window-mib", "8", "--membership", service,
+            "--capacity-gib", "0.25", "--reserve-mib", "1", "--window-mib", "8", "--grace-s", "0.3",
+            "--membership", service,
             *arguments, prefix=prefix,
         )  # fmt: skip
 

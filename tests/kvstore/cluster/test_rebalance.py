@@ -136,9 +136,9 @@ async def test_many_clients_of_a_new_owner_cost_the_old_one_a_single_fetch(fleet
     clients = [fleet.client() for _ in range(20)]
     counts = await asyncio.gather(*(fleet.read(client, keys) for client in clients for _ in range(5)))
     assert counts == [16] * 100
-    assert b.counters["store_peer_fetches_joined"] >= 1
-    moved_elsewhere = b.counters["store_pages_moved_in"]
-    assert a.counters["store_pages_sent_to_peers"] - sent <= 16 + 16 + moved_elsewhere
+    moved_meanwhile = b.counters["store_pages_moved_in"] + 16  # one portion may wait for its bandwidth
+    assert a.counters["store_pages_sent_to_peers"] - sent <= 16 + moved_meanwhile
+    assert b.counters["store_pages_read_through"] >= 16
 
 
 async def test_window_records_follow_by_being_asked_for(fleet: Any, chains: Any) -> None:

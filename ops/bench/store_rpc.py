@@ -1,0 +1,260 @@
+"""The whole node over loopback against bare gRPC and a plain file: GetPages, MatchPrefix, durable puts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from cedar.kvstore.client import StoreClient
+from cedar.kvstore.frames import FRAME_BYTES
+from cedar.kvstore.rpc import ServiceStub, channel_options
+from cedar.v1 import store_pb2
+
+from .store_bare_server import SERVICE as BARE
+from .store_disk import BATCH, PlainFile, timed
+from .store_measure import (
+    FINGERPRINT,
+    ROOT,
+    VALUE_BYTES,
+    Figure,
+    bench_keys,
+    bench_value,
+    figure,
+    megabytes_per_s,
+    speed_ratios,
+)
+
+STORE: Final = store_pb2.DESCRIPTOR.services_by_name["Store"]
+FRAME_PAGES: Final = FRAME_BYTES // VALUE_BYTES
+MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+"""What every worker of a cluster runs with."""
+
+Case = Callable[[], Awaitable[float]]
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[str]:
+    """A server in a process of its own; its address."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **MALLOC},
+    )
+    assert child.stdout is not None
+    try:
+        yield json.loads(child.stdout.readline())["address"]
+    finally:
+        child.terminate()
+        child.wait(30)
+        child.stdout.close()
+
+
+@contextlib.contextmanager
+def node(directory: Path, *options: str) -> Iterator[str]:
+    """A store node."""
+    with process("cedar.kvstore.node", "--directory", str(directory), "--capacity-gib", "16", *options) as at:
+        yield at
+
+
+async def interleaved(cases: Mapping[str, Case], repeats: int) -> dict[str, list[float]]:
+    """As ``store_measure.interleaved``, on an event loop; the order turns."""
+    names = list(cases)
+    results: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(repeats):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            results[name].append(await cases[name]())
+    return results
+
+
+async def seconds(work: Awaitable[Any]) -> float:
+    """Seconds that an awaitable takes."""
+    started_s = time.perf_counter()
+    await work
+    return time.perf_counter() - started_s
+
+
+def loopback(directory: Path, *, pages: int = 128, repeats: int = 25) -> list[Figure]:
+    """Reads and look-ups."""
+    frame_bytes = FRAME_PAGES * VALUE_BYTES
+    with node(directory / "node") as at, process("cedar.ops.bench.store_bare_server", str(frame_bytes)) as bare:
+        return asyncio.run(_loopback(at, bare, pages, repeats))
+
+
+async def _loopback(at: str, bare: str, pages: int, repeats: int) -> list[Figure]:
+    keys = bench_keys(pages)
+    long_chain = [*keys, *bench_keys(8192 - pages, salt=1)]
+    client = StoreClient(at, fingerprint=FINGERPRINT)
+    for start in range(0, pages, BATCH):
+        chunk = keys[start : start + BATCH]
+        counts = await client.put_pages(chunk, [bench_value(key) for key in chunk], first_page=start)
+        assert counts.stored + counts.present == len(chunk), counts
+    small = bench_keys(8192, salt=2)
+    for start in range(0, len(small), 512):
+        chunk = small[start : start + 512]
+        await client.put_pages(chunk, [bench_value(key, 256) for key in chunk], first_page=start)
+    async with (
+        grpc.aio.insecure_channel(bare, options=channel_options()) as to_bare,
+        grpc.aio.insecure_channel(at, options=channel_options()) as to_node,
+    ):
+        stream = to_bare.unary_stream(f"/{BARE}/Stream")
+        empty = to_bare.unary_unary(f"/{BARE}/Empty")
+        stub = ServiceStub(to_node, STORE)
+        request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
+        frames = str(pages // FRAME_PAGES).encode()
+
+        async def bare_stream() -> None:
+            async for _ in stream(frames):
+                pass
+
+        async def get_frames() -> None:
+            received = 0
+            async for message in stub.GetPages(request):
+                received += len(message)
+            assert received >= pages * VALUE_BYTES
+
+        async def get_verified() -> None:
+            count = 0
+            async for _ in client.get_pages(keys):
+                count += 1
+            assert count == pages
+
+        async def bare_calls() -> None:
+            for _ in range(10):
+                await empty(b"")
+
+        async def match(wanted: list[bytes], held: int) -> None:
+            assert (await client.match(ROOT, wanted)).pages == held
+
+        cases: dict[str, Case] = {
+            "bare stream": lambda: seconds(bare_stream()),
+            "frames": lambda: seconds(get_frames()),
+            "client": lambda: seconds(get_verified()),
+            "bare calls": lambda: seconds(bare_calls()),
+            "match held": lambda: seconds(match(small, len(small))),
+            "match partly": lambda: seconds(match(long_chain, pages)),
+        }
+        await interleaved(cases, 3)
+        results = await interleaved(cases, repeats)
+    await client.close()
+    trips = [calls / 10 for calls in results["bare calls"]]
+    rates = {
+        f"{name}_MB_s": megabytes_per_s(pages * VALUE_BYTES, results[name])
+        for name in ("bare stream", "frames", "client")
+    }
+    ms = {"trip_ms": sorted(trips)[len(trips) // 2] * 1e3}
+
+    def in_trips(name: str) -> list[float]:
+        return [own / trip for own, trip in zip(results[name], trips, strict=True)]
+
+    return [
+        figure(
+            "GetPages over loopback, frames as sent / bare stream of as many bytes",
+            speed_ratios(results, "frames", "bare stream"),
+            predicted=0.95,
+            limit=0.85,
+            details=rates,
+        ),
+        figure(
+            "GetPages through StoreClient, verified / the same bare stream",
+            speed_ratios(results, "client", "bare stream"),
+            predicted=0.88,
+            limit=0.85,
+            details=rates,
+        ),
+        figure(
+            "MatchPrefix, 8,192 keys all held / bare unary round trip",
+            in_trips("match held"),
+            predicted=6.0,
+            limit=10.0,
+            at_least=False,
+            details=ms,
+        ),
+        figure(
+            f"MatchPrefix, 8,192 keys of which {pages} held / bare unary round trip",
+            in_trips("match partly"),
+            predicted=2.5,
+            limit=10.0,
+            at_least=False,
+            details=ms,
+        ),
+    ]
+
+
+def node_puts(directory: Path, *, batches: int = 60, pages: int = 64) -> list[Figure]:
+    """Durable puts through a node, and the same bytes written and fsynced in batches of 16 to a plain file.
+
+    A call carries 64 pages (a chunk of a long prompt); the node commits 16 at a time and answers once all
+    are on disk. With two calls under way, one is received while the other is written.
+    """
+    with node(directory / "node") as at:
+        return asyncio.run(_node_puts(at, directory / "plain", batches, pages))
+
+
+async def _node_puts(at: str, plain: Path, batches: int, pages: int) -> list[Figure]:
+    client = StoreClient(at, fingerprint=FINGERPRINT)
+    file = PlainFile(plain)
+    salts = iter(range(1, 1 << 30))
+
+    def batch(count: int) -> tuple[list[bytes], list[bytes]]:
+        keys = bench_keys(count, salt=next(salts))
+        return keys, [bench_value(key) for key in keys]
+
+    async def put(keys: list[bytes], values: list[bytes]) -> None:
+        counts = await client.put_pages(keys, values)
+        assert counts.stored == len(keys), counts
+
+    async def through_file() -> float:
+        keys, values = batch(2 * pages)
+
+        def write() -> None:
+            for start in range(0, len(keys), BATCH):
+                file.put(keys[start : start + BATCH], values[start : start + BATCH])
+
+        return await asyncio.to_thread(timed, write)
+
+    async def through_node(count: int) -> float:
+        calls = [batch(count) for _ in range(2 * pages // count)]
+        started_s = time.perf_counter()
+        if count == BATCH:
+            for keys, values in calls:
+                await put(keys, values)
+        else:
+            await asyncio.gather(*(put(*call) for call in calls))
+        return time.perf_counter() - started_s
+
+    cases: dict[str, Case] = {
+        "plain": through_file,
+        "node 64": lambda: through_node(pages),
+        "node 16": lambda: through_node(BATCH),
+    }
+    await interleaved(cases, 2)
+    results = await interleaved(cases, batches // 4)
+    await client.close()
+    file.close()
+    rates = {f"{n}_MB_s": megabytes_per_s(2 * pages * VALUE_BYTES, results[n]) for n in cases}
+    return [
+        figure(
+            "durable put through the node, two calls of 64 pages / write + fsync in batches of 16",
+            speed_ratios(results, "node 64", "plain"),
+            predicted=0.7,
+            limit=0.6,
+            details=rates,
+        ),
+        figure(
+            "durable put through the node, one call of 16 pages at a time / the same",
+            speed_ratios(results, "node 16", "plain"),
+            predicted=0.5,
+            details=rates,
+        ),
+    ]

@@ -1,0 +1,281 @@
+"""``cedar cache`` against real store nodes, in processes of their own, as an operator runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cedar.cluster import state_file
+from cedar.cluster.state_file import ClusterState, WorkerEntry
+from cedar.kvstore.client import StoreClient
+from cedar.kvstore.header import seal_value
+from cedar.kvstore.keys import chain_keys, root_key, tenant_domain
+from cedar.ops import cli
+
+FINGERPRINT = hashlib.sha256(b"a model").digest()
+SECRET = b"s" * 32
+PAGE_TOKENS = 32
+
+
+class Node:
+    """A node in a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        command = [sys.executable, "-m", "cedar.kvstore.node", "--directory", str(directory)]
+        command += ["--capacity-gib", "0.25", "--reserve-mib", "1", "--window-mib", "8"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.address = json.loads(self.process.stdout.readline())["address"]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    (tmp_path / "tenant-secret").write_bytes(SECRET)
+    node = Node(tmp_path / "node-0")
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "other" / "node-0")
+    yield node
+    node.stop()
+
+
+def keys_of(tenant: str, pages: int = 6) -> list[bytes]:
+    root = root_key(b"form", FINGERPRINT, tenant_domain(SECRET, tenant))
+    return chain_keys(root, list(range(pages * PAGE_TOKENS)), [], PAGE_TOKENS)
+
+
+def value_of(key: bytes) -> bytes:
+    return seal_value(
+        hashlib.shake_128(key).digest(3392), fingerprint=FINGERPRINT, page_key=key, tokens=PAGE_TOKENS
+    )
+
+
+def fill(node: Node, *tenants: str) -> None:
+    async def put() -> None:
+        client = StoreClient(node.address)
+        for tenant in tenants:
+            keys = keys_of(tenant)
+            domain = tenant_domain(SECRET, tenant)
+            counts = await client.put_pages(keys, [value_of(key) for key in keys], tenant=domain)
+            assert counts.stored == len(keys)
+            await client.put_window(keys[-1], 200, b"d" * 32, b"state" * 100)
+        await client.close()
+
+    asyncio.run(put())
+
+
+def held(node: Node, tenant: str) -> int:
+    async def match() -> int:
+        client = StoreClient(node.address)
+        root = root_key(b"form", FINGERPRINT, tenant_domain(SECRET, tenant))
+        found = await client.match(root, keys_of(tenant))
+        await client.close()
+        return found.pages
+
+    return asyncio.run(match())
+
+
+@pytest.fixture
+def cedar(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command; (exit code, stdout)."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = cli.main(["cache", *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def damage(node: Node, key: bytes) -> None:
+    """Flip a byte of a page in the node's file."""
+    for path in node.directory.glob("segments/*/data.mdb"):
+        content = path.read_bytes()
+        at = content.find(value_of(key))
+        if at >= 0:
+            with open(path, "r+b") as file:
+                file.seek(at + 1000)
+                file.write(bytes([content[at + 1000] ^ 1]))
+            return
+    raise AssertionError("the page is not there")
+
+
+def test_stats_and_top(node: Node, cedar: Any) -> None:
+    fill(node, "acme", "zeta")
+    assert held(node, "acme") == 6
+    code, out = cedar("stats", "--node", node.address)
+    assert code == 0
+    assert "pages held" in out
+    code, out = cedar("stats", "--node", node.address, "--json")
+    record = json.loads(out)
+    assert record["nodes"][node.address]["store_pages"] == 12
+    assert record["prompts"] == {}
+    code, out = cedar("top", "--node", node.address, "--json")
+    tenants = {t["tenant"]: t for t in json.loads(out)["tenants"]}
+    acme = tenants[tenant_domain(SECRET, "acme").hex()]
+    assert (acme["pages"], acme["used_lately"]) == (6, 6)
+    assert acme["bytes"] == 6 * len(value_of(keys_of("acme")[0]))
+    code, out = cedar("top", "--node", node.address)
+    assert tenant_domain(SECRET, "zeta").hex()[:12] in out
+
+
+def test_verify_finds_and_scrub_quarantines(node: Node, cedar: Any) -> None:
+    fill(node, "acme")
+    assert cedar("verify", "--node", node.address)[0] == 0
+    bad = keys_of("acme")[2]
+    damage(node, bad)
+    for _ in range(2):  # verify changes nothing
+        code, out = cedar("verify", "--node", node.address, "--json")
+        record = json.loads(out)
+        assert code == 1
+        assert [(p["page_key"], p["reason"]) for p in record["bad"]] == [(bad.hex(), "checksum")]
+        assert record["pages"] == 6
+    assert cedar("verify", "--node", node.address, "--tenant", "zeta", "--secret-file",
+                 str(node.directory.parent / "tenant-secret"))[0] == 0  # fmt: skip
+    code, out = cedar("scrub", "--node", node.address, "--rate-mib", "100")
+    assert code == 0
+    assert "1 damaged, now quarantined" in out
+    assert list(node.directory.glob("quarantine/*"))
+    code, out = cedar("verify", "--node", node.address, "--json")
+    assert (code, json.loads(out)["pages"]) == (0, 5)
+    assert held(node, "acme") == 2
+
+
+def test_export_and_import_carry_a_tenant(node: Node, second: Node, tmp_path: Path, cedar: Any) -> None:
+    fill(node, "acme", "zeta")
+    file = tmp_path / "acme.pack"
+    code, out = cedar("export", str(file), "--node", node.address, "--tenant", "acme", "--json")
+    assert code == 0
+    assert json.loads(out)["pages"] == 6
+    assert cedar("export", str(file), "--node", node.address)[0] == 2, "an existing file is not replaced"
+    code, out = cedar("import", str(file), "--node", second.address, "--json")
+    assert (code, json.loads(out)["stored"]) == (0, 6)
+    assert (held(second, "acme"), held(second, "zeta")) == (6, 0)
+    code, out = cedar("import", str(file), "--node", second.address)
+    assert code == 0
+    assert "6 present" in out
+    content = bytearray(file.read_bytes())
+    content[2000] ^= 1
+    file.write_bytes(content)
+    code, out = cedar("import", str(file), "--node", second.address, "--json")
+    assert (code, json.loads(out)["damaged"]) == (1, 1)
+    file.write_bytes(content[:-5])
+    assert cedar("import", str(file), "--node", second.address)[0] == 2
+
+
+def test_cold_tier_there_and_back(node: Node, second: Node, tmp_path: Path, cedar: Any) -> None:
+    fill(node, "acme", "zeta")
+    url = str(tmp_path / "cold")
+    code, out = cedar("export", "--cold", url, "--node", node.address, "--json")
+    record = json.loads(out)
+    assert (code, record["pages"], len(record["packs"])) == (0, 12, 2)
+    zeta = tenant_domain(SECRET, "zeta").hex()
+    code, out = cedar("warm", "--cold", url, "--node", second.address, "--tenant-domain", zeta, "--json")
+    assert (code, json.loads(out)["stored"]) == (0, 6)
+    assert (held(second, "acme"), held(second, "zeta")) == (0, 6)
+    assert cedar("warm", "--cold", url, "--node", second.address)[0] == 0
+    assert held(second, "acme") == 6
+    code, out = cedar(
+        "purge", "--tenant-domain", zeta, "--node", second.address, "--cold", url, "--yes", "--json"
+    )
+    record = json.loads(out)
+    assert (code, record["pages"], record["cold_packs"]) == (0, 6, 1)
+    assert (held(second, "acme"), held(second, "zeta")) == (6, 0)
+
+
+def test_purge_needs_a_yes_and_removes_windows(node: Node, cedar: Any) -> None:
+    fill(node, "acme", "zeta")
+    domain = tenant_domain(SECRET, "acme").hex()
+    assert cedar("purge", "--tenant-domain", domain, "--node", node.address)[0] == 2
+    assert held(node, "acme") == 6
+    code, out = cedar("purge", "--tenant-domain", domain, "--node", node.address, "--yes", "--json")
+    assert code == 0
+    assert json.loads(out)["pages"] == 6
+    assert (held(node, "acme"), held(node, "zeta")) == (0, 6)
+
+
+def test_callers_mistakes(node: Node, tmp_path: Path, cedar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CEDAR_STATE_DIR", str(tmp_path / "none"))
+    assert cedar("stats")[0] == 3
+    assert cedar("export", "--node", node.address)[0] == 2
+    assert cedar("export", str(tmp_path / "x"), "--node", node.address)[0] == 1, "nothing is held"
+    assert not (tmp_path / "x").exists()
+    assert cedar("verify", "--sample", "3", "--node", node.address)[0] == 2
+    assert cedar("purge", "--tenant-domain", "ab", "--node", node.address, "--yes")[0] == 2
+    assert cedar("explain", "hello", "--node", node.address)[0] == 2
+    assert cedar("warm", "--node", node.address)[0] == 2
+    assert cedar("stats", "--node", "127.0.0.1:1")[0] == 3
+
+
+@pytest.fixture
+def cluster(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The state file of a cluster whose store is the node, and the tools of its model."""
+    from cedar.actors.prompts import PromptTools
+    from cedar.cluster.config_load import load_config
+    from cedar.cluster.config_print import effective_yaml
+
+    monkeypatch.setenv("CEDAR_STATE_DIR", str(tmp_path / "state"))
+    config = load_config("local-cpu")
+    entries = (WorkerEntry("store", node.address, node.process.pid, 1),)
+    state = ClusterState("default", "127.0.0.1:1", 1, 0, 0.0, "", effective_yaml(config), entries)
+    state_file.write(state)
+    return PromptTools.load(config.model.path, config.model.page_tokens)
+
+
+def test_explain_page_by_page(node: Node, cluster: Any, cedar: Any) -> None:
+    from cedar.v1 import generation_pb2
+
+    text = "word " * 80
+    ids = cluster.prepare(generation_pb2.GenerateRequest(text=text)).ids
+    domain = tenant_domain(SECRET, "default")
+    root = root_key(cluster.format_id, cluster.fingerprint, domain)
+    keys = chain_keys(root, ids, [], cluster.page_tokens)
+    assert len(keys) >= 5
+
+    def put(first: int, some: list[bytes]) -> None:
+        async def go() -> None:
+            client = StoreClient(node.address)
+            await client.put_pages(some, [value_of(k) for k in some], first_page=first, tenant=domain)
+            await client.close()
+
+        asyncio.run(go())
+
+    code, out = cedar("explain", text, "--raw", "--json")
+    assert code == 0
+    record = json.loads(out)
+    assert record["prompt_tokens"] == len(ids)
+    assert record["hit_pages"] == record["cached_tokens"] == 0
+    put(0, keys[:2])
+    put(3, keys[3:4])
+    record = json.loads(cedar("explain", text, "--raw", "--json")[1])
+    outcomes = [page["outcome"].split(":")[0] for page in record["pages"]]
+    assert outcomes[:5] == ["hit", "hit", "miss", "unreachable", "miss"]
+    assert record["cached_tokens"] == 2 * cluster.page_tokens
+    assert record["pages"][0]["nodes"] == [node.address]
+    assert record["pages"][0]["tenant"] == domain.hex()
+    other = json.loads(cedar("explain", text, "--raw", "--json", "--tenant", "zeta")[1])
+    assert other["hit_pages"] == 0
+    code, out = cedar("explain", text, "--raw")
+    assert code == 0
+    assert "2 of" in out
+    assert "page 2 ends it: not held" in out
+    code, _ = cedar("export", str(node.directory / "p.pack"), "--prompt", text, "--raw")
+    assert code == 0
