@@ -41,6 +41,7 @@ class PromptTools:
         self.window_tokens = form.config.window
         self.context_tokens = form.config.max_position_embeddings
         self.vocabulary = form.config.vocab_size
+        self.end_token = form.config.eos_token_id
         self.vision = form.config.vision is not None
 
     @classmethod

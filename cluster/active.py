@@ -6,20 +6,28 @@ import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from cedar.cluster.errors import CallerError
 
 MAX_ID_CHARACTERS = 128
 
 
+@dataclass
+class _Entry:
+    task: asyncio.Task[Any] | None = None
+    cancelled: bool = False
+
+
 class ActiveRequests:
     """A tenant's ids are its own: nobody else can name, cancel or collide with them."""
 
     def __init__(self) -> None:
-        self._tasks: dict[tuple[str, str], asyncio.Task[object] | None] = {}
+        self._entries: dict[tuple[str, str], _Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._entries)
 
     @contextmanager
     def entered(self, tenant: str, asked_id: str) -> Iterator[tuple[str, str]]:
@@ -33,25 +41,31 @@ class ActiveRequests:
                 "request_id", repr(request_id[:200]), f"printable, without '#', at most {MAX_ID_CHARACTERS}"
             )
         key = (tenant, request_id)
-        if key in self._tasks:
+        if key in self._entries:
             raise CallerError("request_id", request_id, "an id that is not in use")
-        self._tasks[key] = None
+        self._entries[key] = _Entry()
         try:
             yield key
         finally:
-            del self._tasks[key]
+            del self._entries[key]
 
-    def running(self, key: tuple[str, str], task: asyncio.Task[object]) -> None:
-        """This task serves the request."""
-        self._tasks[key] = task
+    def running(self, key: tuple[str, str], task: asyncio.Task[Any]) -> None:
+        """This task serves the request from now on; one that was cancelled before does not start."""
+        entry = self._entries[key]
+        entry.task = task
+        if entry.cancelled:
+            task.cancel()
 
     async def cancel(self, tenant: str, request_id: str) -> bool:
-        """Stop a request and wait until it has freed everything. False when there is none."""
-        key = (tenant, request_id)
-        if key not in self._tasks:
+        """Stop a request and wait until it has freed everything. False when there is none.
+
+        One whose prompt is still being prepared holds nothing yet; it ends as soon as that is done.
+        """
+        entry = self._entries.get((tenant, request_id))
+        if entry is None:
             return False
-        task = self._tasks[key]
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        entry.cancelled = True
+        if entry.task is not None:
+            entry.task.cancel()
+            await asyncio.wait({entry.task})
         return True

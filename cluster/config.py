@@ -183,8 +183,8 @@ class GatewaySettings(Settings):
     """Longest prompt, after images are expanded; the model's context is a limit too."""
     max_images: Annotated[int, Field(ge=0)] = 32
     """Most images in one request."""
-    max_image_bytes: Bytes = 20 * MIB
-    """Largest encoded image."""
+    max_image_bytes: Annotated[int, Field(ge=1, le=24 * MIB)] = 20 * MIB
+    """Largest encoded image. It travels to the Encoder in one message."""
     max_image_pixels: Count = 64_000_000
     """Most pixels of one image, checked before it is decoded."""
     max_request_bytes: Bytes = 128 * MIB

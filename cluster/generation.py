@@ -182,6 +182,7 @@ class GenerationService:
             fingerprint=tools.fingerprint,
             page_tokens=tools.page_tokens,
             window_tokens=tools.window_tokens,
+            end_token=tools.end_token,
             deadline_s=deadline_s,
         )
 

@@ -19,11 +19,13 @@ from typing import Any
 
 from cedar.cluster.config import ClusterConfig
 from cedar.cluster.environment import local_ray_environment, worker_environment
-from cedar.cluster.errors import LaunchError
+from cedar.cluster.errors import ConfigError, LaunchError
 from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session
 
 # Processes of a cluster besides the stages: controller, build task, directory, gateway.
 SYSTEM_PROCESSES = 4
+# 107, less "/cedar-" and 8 random characters, less Ray's "/session_<date>_<pid>/sockets/plasma_store".
+MAX_PARENT_CHARACTERS = 28
 
 
 class RaySession:
@@ -79,7 +81,9 @@ class RaySession:
         }
         if not self.local:
             return {**common, "address": ray_settings.address}
-        self.temp_directory = tempfile.mkdtemp(prefix="cedar-", dir=ray_settings.temp_directory)
+        self.temp_directory = tempfile.mkdtemp(
+            prefix="cedar-", dir=session_parent(ray_settings.temp_directory)
+        )
         from ray._private import ray_constants
 
         # Read at import, which may have been before ours: all of this Ray's servers bind loopback.
@@ -93,6 +97,17 @@ class RaySession:
             "include_dashboard": False,
             "_temp_dir": self.temp_directory,
         }
+
+
+def session_parent(asked: str | None, system: str | None = None) -> str:
+    """Where a session's folder goes. Ray's UNIX sockets lie in it, whose paths have 107 characters at most.
+
+    Raises ``ConfigError`` for a configured folder that is too long; a long ``system`` one gives way to /tmp.
+    """
+    if asked is not None and len(asked) > MAX_PARENT_CHARACTERS:
+        raise ConfigError(f"ray.temp_directory: {asked} (at most {MAX_PARENT_CHARACTERS} characters)")
+    system = system or tempfile.gettempdir()
+    return asked or (system if len(system) <= MAX_PARENT_CHARACTERS else "/tmp")
 
 
 def local_cpus(config: ClusterConfig) -> int:

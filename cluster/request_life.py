@@ -21,6 +21,7 @@ import grpc
 from cedar.cluster.cleanup import to_the_end
 from cedar.cluster.config import DeadlineSettings
 from cedar.cluster.directory import Worker
+from cedar.cluster.ending import ended
 from cedar.cluster.errors import NoWorker
 from cedar.cluster.fleet import Fleet
 from cedar.cluster.hits import Hit, first_computed, images_needed, pack_ids, pages_needed, resumed_hit
@@ -52,6 +53,7 @@ class Job:
     fingerprint: bytes
     page_tokens: int
     window_tokens: int
+    end_token: int
     deadline_s: float
 
 
@@ -107,6 +109,9 @@ class RequestLife:
             try:
                 return await self._attempt(listener)
             except StageFailure as failure:
+                reason = ended(self.generated, job.sampling, job.end_token)
+                if reason is not None:
+                    return reason
                 self._recovery.failed(failure, streamed=bool(self.generated))
             except NoWorker as error:
                 await self._recovery.no_worker(error)
@@ -184,10 +189,7 @@ class RequestLife:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(key)) for key in hashes]
         except ExceptionGroup as group_error:
-            failures = [error for error in group_error.exceptions if isinstance(error, StageFailure)]
-            if not failures:
-                raise
-            raise failures[0] from group_error
+            raise group_error.exceptions[0] from group_error
         elapsed_s = asyncio.get_running_loop().time() - began_s
         self._account.encoded(sum(task.result() for task in tasks), elapsed_s)
         return [pb.FeatureSource(content_hash=key, encoder_address=workers[key].address) for key in hashes]

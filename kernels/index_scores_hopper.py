@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -71,7 +70,6 @@ _WIDE128_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [
 _QUERY = _linear(_WORDS, _LANES, [[8, 0], [16, 0]], [32, 16])
 _QUERY_3 = _linear(_WORDS3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 4])
 _ACC32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-_WARP32 = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # warps on their own: mma.sync
 _ACC128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -157,8 +155,7 @@ def decode_scores(
     """
     RAW: gl.constexpr = _RAW64 if KEYS == 64 else _RAW128
     RAW3: gl.constexpr = _RAW64_3 if KEYS == 64 else _RAW128_3
-    # one query stays in registers, and no warp waits for another; several are read by wgmma from shared memory
-    ACC: gl.constexpr = _WARP32 if TOKENS == 1 else _ACC32
+    ACC: gl.constexpr = _ACC32
     operand: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     base = gl.program_id(1) * TOKENS
     queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, 32, 128], _SHARED)
@@ -173,9 +170,7 @@ def decode_scores(
         queries.index(i).store(_expand(q_words, q_scales, 32, _QUERY, _QUERY_3))
     if TOKENS == 1:
         only = _head_weights(weight_ptr, base, ACC)
-        query = queries.index(0).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
-    else:
-        fence_async_shared()
+    fence_async_shared()
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, ACC))
     block = gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
     start = gl.program_id(0) * tiles_each * KEYS
@@ -212,12 +207,9 @@ def decode_scores(
                 pages_ptr, table, entries, page_count, table_width, ahead, width,
                 KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
             )  # fmt: skip
-            if TOKENS == 1:
-                coming = mma_v2(keys, query, gl.full([KEYS, 32], 0.0, gl.float32, ACC))
-            else:
-                coming = _product(keys, queries, 0, KEYS)
+            coming = _product(keys, queries, 0, KEYS)
             for j in gl.static_range(TOKENS):
-                s = coming if TOKENS == 1 else warpgroup_mma_wait(0, deps=[coming])
+                s = warpgroup_mma_wait(0, deps=[coming])
                 if j + 1 < TOKENS:
                     coming = _product(keys, queries, j + 1, KEYS)
                 token = base + j

@@ -217,4 +217,4 @@ def fp8_round_trip(x, GROUPS: tl.constexpr):
         tl.broadcast_to(((254 - code) << 23).to(tl.float32, bitcast=True)[:, :, None], [rows, GROUPS, 32]),
         x.shape,
     )
-    return tl.clamp(x * down, -448.0, 448.0).to(tl.float32) * up
+    return to_e4m3(tl.clamp(x * down, -448.0, 448.0)).to(tl.float32) * up

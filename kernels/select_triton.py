@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
 
-A threshold is found eight bits at a time by histograms. So that few keys need counting, a sample of the row first gives a
-guess that a few times k scores reach; those are collected, and the k-th greatest is sought among them. A row of up to `SHORT`
-scores is one program with its scores in registers; a longer one is read once, by `_filter` between `_guess` and `_choose`.
-Where a guess fails (many equal scores, say) the row itself is searched: slower, and as exact.
+A threshold is found eight bits at a time by histograms. So that few keys need counting, `_guess` first takes a threshold from
+a sample that a few times k scores reach, `_filter` collects where those are in one pass over the row, and `_choose` seeks the
+k-th greatest among them. A row of up to `SHORT` scores is one program. Where a guess fails (many equal scores, say) the row
+itself is searched: slower, and as exact.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-SHORT = 16384
-SAMPLE = 8192
-GROUPS = 4096
+SHORT = 4096
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -79,8 +77,13 @@ def _load_scores(row_ptr, visible, place, count, MODE: tl.constexpr):
 
 
 @triton.jit
-def _emit(key, place, k, out_ptr):
-    """Writes the k greatest keys' places, in the order they stand, then -1. key [B] in order of place; 0 is none."""
+def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr):
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
+    place = tl.arange(0, B)
+    key = _load_scores(scores_ptr + row * stride, visible, place, count, MODE)
+    out_ptr += row * k
     t = _threshold(key, k, 0)
     above = (key > t) & (key > 0)
     spare = k - tl.sum(above.to(tl.int32), axis=0)
@@ -88,50 +91,19 @@ def _emit(key, place, k, out_ptr):
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
     order = tl.cumsum(chosen.to(tl.int32), axis=0)
     tl.store(out_ptr + order - 1, place, mask=chosen)
-    return tl.sum(chosen.to(tl.int32), axis=0)
-
-
-@triton.jit
-def _short(
-    scores_ptr, visible_ptr, scratch_ptr, out_ptr, count, stride, k, divisor, rank,
-    K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, SAMPLE: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows). With a SAMPLE, at most FEW scores that reach its guess are counted among."""
-    row = tl.program_id(0).to(tl.int64)
-    visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
-    place = tl.arange(0, B)
-    row_ptr = scores_ptr + row * stride
-    key = _load_scores(row_ptr, visible, place, count, MODE)
-    out_ptr += row * k
-    written = 0
-    if SAMPLE > 0:
-        guess = tl.maximum(_threshold(_sample(row_ptr, visible, count, SAMPLE, MODE), rank, 14), 1)
-        reaches = key >= guess
-        order = tl.cumsum(reaches.to(tl.int32), axis=0)
-        found = tl.max(order, axis=0)
-        if (found <= FEW) & ((found >= k) | (guess == 1)):
-            keys = scratch_ptr + row * (2 * FEW)
-            places = (keys + FEW).to(tl.pointer_type(tl.int32))
-            tl.store(keys + order - 1, key, mask=reaches)
-            tl.store(places + order - 1, place, mask=reaches)
-            tl.debug_barrier()
-            lane = tl.arange(0, FEW)
-            some = tl.load(keys + lane, mask=lane < found, other=0)
-            written = _emit(some, tl.load(places + lane, mask=lane < found, other=0), k, out_ptr)
-        else:
-            written = _emit(key, place, k, out_ptr)
-    else:
-        written = _emit(key, place, k, out_ptr)
+    written = tl.max(order, axis=0)
     slot = tl.arange(0, K)
     tl.store(out_ptr + slot, -1, mask=(slot >= written) & (slot < k))
 
 
 @triton.jit
 def _sample(row_ptr, visible, count, B: tl.constexpr, MODE: tl.constexpr):
-    """Keys of B scores spread over a row of at least B; where within its step each lies varies, lest a period meets it."""
+    """Keys of B scores, in fours, spread over a row of at least 4B; how far into its step each lies varies."""
     lane = tl.arange(0, B)
+    group = lane // 4
     step = count // B
-    return _load_scores(row_ptr, visible, lane * step + ((lane * 40503) >> 4) % step, count, MODE)
+    place = (group * step + ((group * 40503) >> 4) % step) * 4 + lane % 4
+    return _load_scores(row_ptr, visible, place, count, MODE)
 
 
 @triton.jit
@@ -143,27 +115,45 @@ def _guess(
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     key = _sample(scores_ptr + row * stride, visible, count, B, MODE)
-    tl.store(guess_ptr + row, _score(_threshold(key, rank, 14)))
+    tl.store(guess_ptr + row, _score(_threshold(key, rank, 16)))
     tl.store(found_ptr + row, 0)
 
 
 @triton.jit
 def _filter(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, group_ptr, count, stride, divisor,
-    GROUPS: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, place_ptr, group_ptr, count, stride, divisor,
+    FEW: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(count / 4B), rows): collects, in no order, groups of four scores of which one reaches the guess."""
+    """Grid (ceil(count / 16B), rows): collects, in no order, the places of scores that reach the guess.
+
+    Few do: first which groups of sixteen hold one, then those groups again.
+    """
     row = tl.program_id(1).to(tl.int64)
     guess = tl.load(guess_ptr + row)
+    row_ptr = scores_ptr + row * stride
+    newest = _newest(visible_ptr + row, divisor) if MODE == 1 else -1
     group = tl.program_id(0) * B + tl.arange(0, B)
-    place = group[:, None] * 4 + tl.arange(0, 4)[None, :]
-    x = tl.load(scores_ptr + row * stride + place, mask=place < count, other=float("-inf")).to(tl.float32)
-    reaches = tl.max(x, axis=1) >= guess
+    within = tl.arange(0, 16)
+    place = group[:, None] * 16 + within[None, :]
+    x = tl.load(row_ptr + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    hit = tl.max(x, axis=1) >= guess
     if MODE == 1:
-        newest = _newest(visible_ptr + row, divisor)
-        reaches = reaches | ((newest >= 0) & (group == newest // 4))
-    at = tl.atomic_add(found_ptr + row + tl.zeros([B], tl.int32), 1, mask=reaches, sem="relaxed")
-    tl.store(group_ptr + row * GROUPS + at, group, mask=reaches & (at < GROUPS))
+        hit = hit | ((newest >= 0) & (group == newest // 16))
+    order = tl.cumsum(hit.to(tl.int32), axis=0)
+    hits = tl.max(order, axis=0)
+    if hits > 0:
+        group_ptr += (row * tl.num_programs(0) + tl.program_id(0)) * B
+        tl.store(group_ptr + order - 1, group, mask=hit)
+        tl.debug_barrier()
+        for start in range(0, hits, 32):
+            some = start + tl.arange(0, 32)
+            again = tl.load(group_ptr + some, mask=some < hits, other=134217727)
+            spot = tl.reshape(again[:, None] * 16 + within[None, :], [512])
+            score = tl.load(row_ptr + spot, mask=spot < count, other=float("-inf")).to(tl.float32)
+            reaches = (score >= guess) | (spot == newest)
+            rank = tl.cumsum(reaches.to(tl.int32), axis=0)
+            at = tl.atomic_add(found_ptr + row, tl.max(rank, axis=0)) + rank - 1
+            tl.store(place_ptr + row * FEW + at, spot, mask=reaches & (at < FEW))
 
 
 @triton.jit
@@ -178,10 +168,10 @@ def _count_row(row_ptr, visible, count, low, B: tl.constexpr, MODE: tl.constexpr
 
 @triton.jit
 def _choose(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, group_ptr, scratch_ptr, out_ptr, count, stride, k, divisor,
-    GROUPS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, place_ptr, out_ptr, count, stride, k, divisor,
+    FEW: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the k greatest of the groups collected, sorted by place; of the row itself where the guess failed."""
+    """Grid (rows): the k greatest of those collected, sorted by place; of the row itself where the guess failed."""
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     found = tl.load(found_ptr + row)
@@ -189,25 +179,9 @@ def _choose(
     row_ptr = scores_ptr + row * stride
     out_ptr += row * k
     slot = tl.arange(0, K)
-    several = 0
-    if found <= GROUPS:
-        lane = tl.arange(0, GROUPS)
-        group = tl.load(group_ptr + row * GROUPS + lane, mask=lane < found, other=536870911)
-        place = tl.reshape(group[:, None] * 4 + tl.arange(0, 4)[None, :], [GROUPS * 4])
-        place = tl.where(place < count, place, count)
-        key = _load_scores(row_ptr, visible, place, count, MODE)
-        reaches = (key > 0) & ((key >= _ordered(guess)) | (key == 4294967295))
-        order = tl.cumsum(reaches.to(tl.int32), axis=0)
-        several = tl.max(order, axis=0)
-        keys = scratch_ptr + row * (2 * GROUPS)
-        places = (keys + GROUPS).to(tl.pointer_type(tl.int32))
-        tl.store(keys + order - 1, key, mask=reaches & (order <= GROUPS))
-        tl.store(places + order - 1, place, mask=reaches & (order <= GROUPS))
-        tl.debug_barrier()
     # a guess of the lowest finite score collects every one that may be chosen, however few
-    if (found <= GROUPS) & (several <= GROUPS) & ((several >= k) | (guess == LOWEST)):
-        keys = scratch_ptr + row * (2 * GROUPS)
-        _among(keys, (keys + GROUPS).to(tl.pointer_type(tl.int32)), out_ptr, several, k, K, GROUPS)
+    if (found <= FEW) & ((found >= k) | (guess == LOWEST)):
+        _among(row_ptr, visible, place_ptr + row * FEW, out_ptr, count, found, k, _ordered(guess), K, FEW, MODE)
     else:
         t = tl.full([], 0, tl.uint32)
         bit = tl.full([], 2147483648, tl.uint32)
@@ -230,11 +204,15 @@ def _choose(
 
 
 @triton.jit
-def _among(key_ptr, place_ptr, out_ptr, found, k, K: tl.constexpr, B: tl.constexpr):
-    """The k greatest of `found` collected keys, ties to the lower place, in order of place."""
+def _among(
+    row_ptr, visible, place_ptr, out_ptr, count, found, k, least,
+    K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The k greatest of `found` scores at the places collected, ties to the lower place, in order of place."""
     lane = tl.arange(0, B)
-    key = tl.load(key_ptr + lane, mask=lane < found, other=0)
     place = tl.load(place_ptr + lane, mask=lane < found, other=2147483647)
+    key = _load_scores(row_ptr, visible, place, count, MODE)
+    key = tl.where(key > 0, key - least + 1, 0)  # none is below the guess: fewer bits to search
     t = _threshold(key, k, 0)
     above = key > t
     spare = k - tl.sum(above.to(tl.int32), axis=0)
@@ -258,9 +236,7 @@ def _among(key_ptr, place_ptr, out_ptr, found, k, K: tl.constexpr, B: tl.constex
     tl.store(out_ptr + slot, tl.where(picked == 2147483647, -1, picked), mask=slot < k)
 
 
-def _select(
-    scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divisor: int, short: int = SHORT
-) -> torch.Tensor:
+def _select(scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divisor: int, short: int = SHORT) -> torch.Tensor:
     rows, count = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows == 0:
@@ -273,30 +249,26 @@ def _select(
     stride = scores.stride(0)
     if count <= short:
         size = max(triton.next_power_of_2(count), 32)
-        warps = 4 if size <= 2048 else 8 if size <= 4096 else 16
-        sample = 1024 if size >= 4096 and size >= 4 * k else 0
-        rank = _rank(k, sample, count)
-        few = max(256, min(size // 2, triton.next_power_of_2(2 * rank * max(1, count // 1024))))
-        scratch = torch.empty(rows, 2 * few if sample else 1, dtype=torch.uint32, device=scores.device)
-        _short[(rows,)](
-            scores, visible, scratch, out, count, stride, k, divisor, rank, width, size, mode, sample, few, num_warps=warps
-        )
+        _short[(rows,)](scores, visible, out, count, stride, k, divisor, width, size, mode, num_warps=4 if size < 2048 else 8)
         return out
-    sample = min(SAMPLE, triton.next_power_of_2(count // 4))
+    sample = max(short // 4, min(16384, triton.next_power_of_2(count) // 8))
+    rank = _rank(k, sample, count)
+    few = max(width, triton.next_power_of_2(int(1.6 * rank * count / sample)))
     guess = torch.empty(rows, dtype=torch.float32, device=scores.device)
     found = torch.empty(rows, dtype=torch.int32, device=scores.device)
-    groups = torch.empty(rows, GROUPS, dtype=torch.int32, device=scores.device)
-    scratch = torch.empty(rows, 2 * GROUPS, dtype=torch.uint32, device=scores.device)
-    rank = _rank(k, sample, count)
-    _guess[(rows,)](scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=16)
-    block = min(2048, short)
-    _filter[(triton.cdiv(count, 4 * block), rows)](
-        scores, visible, guess, found, groups, count, stride, divisor, GROUPS, block, mode, num_warps=8
+    places = torch.empty(rows, few, dtype=torch.int32, device=scores.device)
+    _guess[(rows,)](
+        scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=8 if sample < 8192 else 16
+    )
+    block = min(4096, short) // 16
+    programs = triton.cdiv(count, block * 16)
+    groups = torch.empty(rows * programs * block, dtype=torch.int32, device=scores.device)
+    _filter[(programs, rows)](
+        scores, visible, guess, found, places, groups, count, stride, divisor, few, block, mode, num_warps=8
     )
     _choose[(rows,)](
-        scores, visible, guess, found, groups, scratch, out, count, stride, k, divisor,
-        GROUPS, width, min(8192, short), mode, num_warps=16,
-    )  # fmt: skip
+        scores, visible, guess, found, places, out, count, stride, k, divisor, few, width, min(2048, short), mode, num_warps=8
+    )
     return out
 
 

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Sparse attention for Hopper's matrix units, 64 heads of 512: FP4 rows become fp16 tiles while wgmma runs.
 
-One program holds one query's 64 heads. Keys come in tiles of 64: raw bytes are loaded a tile ahead into registers and
-expanded into one of two shared tiles (even and odd channels apart) while q·k of the tile before runs; then softmax, then
-p·k. fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
+One program holds one query's 64 heads. Keys come in tiles of 64, expanded into one of two shared tiles (even and odd
+channels apart). In one turn: softmax of the tile's scores; p·k of this tile and q·k of the next, which run while the tile
+after that is expanded from raw bytes that were copied a turn ahead. The code is kept small, for at these batch sizes a
+multiprocessor runs it once, out of a cold instruction cache.
+fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
 """
 
 from __future__ import annotations
@@ -77,14 +79,10 @@ _SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes
 
 @gluon.jit
 def _start_copy(
-    pages, names, tile, end, raw, raw_scales,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, WINDOW_TILES: gl.constexpr,
+    pages, here, raw, raw_scales,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Starts copying the raw bytes of entries tile `tile` (past the end: of some tile) into shared memory.
-
-    Entries are named by page·ROWS + row, negative for none.
-    """
-    here = names.index(WINDOW_TILES + gl.maximum(gl.minimum(tile, end - 1), 0))
+    """Starts copying the raw bytes of 64 entries, named by page·ROWS + row (negative: none), into shared memory."""
     words = pages.to(gl.pointer_type(gl.int32))
     flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY)), 0).to(gl.uint32)
     start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + PAYLOAD // 4 + ((flat % ROWS) * 64).to(gl.int64)
@@ -98,10 +96,9 @@ def _start_copy(
 
 
 @gluon.jit
-def _take_copy(names, tile, end, raw, raw_scales, WINDOW_TILES: gl.constexpr):
+def _take_copy(here, raw, raw_scales):
     """The copied bytes: payload words [64, 64], scale bytes [64, 32], scale 0 where there is no entry."""
     async_copy.wait_group(0)
-    here = names.index(WINDOW_TILES + gl.maximum(gl.minimum(tile, end - 1), 0))
     named = here.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
     scales = raw_scales._reinterpret(gl.uint8, [64, 32], _SHARED_RAW).load(gl.SliceLayout(2, _TILE3))
     return raw.load(_TILE), gl.where(named[:, None] >= 0, scales, 0)
@@ -181,11 +178,19 @@ def _shrink(x, shrink):
 
 
 @gluon.jit
-def _turn(even, odd, cos, sin):
-    """Rounds, rotates by (cos, sin) and rounds again; fp32 pairs that hold bf16 values."""
-    even = even.to(gl.bfloat16).to(gl.float32)
-    odd = odd.to(gl.bfloat16).to(gl.float32)
-    return even * cos - odd * sin, even * sin + odd * cos
+def _pack(even, odd):
+    """Words of two bf16, even in the lower half, nearest even."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _turn(words, cos, sin):
+    """Rotates pairs of bf16 (words) by (cos, sin)."""
+    even = (words << 16).to(gl.float32, bitcast=True)
+    odd = (words & -65536).to(gl.float32, bitcast=True)
+    return _pack(even * cos - odd * sin, even * sin + odd * cos)
 
 
 @gluon.jit
@@ -193,33 +198,33 @@ def attend_hopper(
     q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
     out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count, scale,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-    TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+    TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, SPLITS). Entries tiles are shared out over the splits; the first takes the window tiles too."""
+    """Grid (tokens, SPLITS): TILES of 64 entries are shared out over the splits; the first takes the window's two too."""
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
 
     # Which rows the tiles read: page·ROWS + row for entries, the window row for window keys, -1 for none.
     name_layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     shared_names: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    names = gl.allocate_shared_memory(gl.int32, [WINDOW_TILES + TILES, 64], shared_names)
-    lane = gl.arange(0, 64, layout=name_layout)
-    for i in gl.static_range(WINDOW_TILES):
-        row = gl.load(rows_ptr + token * row_count + i * 64 + lane, mask=i * 64 + lane < row_count, other=-1)
-        names.index(i).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    name_space = gl.allocate_shared_memory(gl.int32, [NAMES], shared_names)
+    names = name_space._reinterpret(gl.int32, [NAMES // 64, 64], shared_names)
+    lane = gl.arange(0, NAMES, layout=name_layout)
+    row = gl.load(rows_ptr + token * row_count + lane, mask=lane < row_count, other=-1)
+    name = gl.minimum(row, window_count - 1).to(gl.int32)
     last = 0
     if TILES > 0:
         sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
-        reach = gl.full([64], 0, gl.int32, name_layout)
-        for i in gl.static_range(TILES):
-            where = i * 64 + lane
-            entry = gl.load(entries_ptr + token * entry_count + where, mask=where < entry_count, other=-1)
-            column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
-            page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
-            page = gl.minimum(gl.maximum(page, 0), page_count - 1)
-            names.index(WINDOW_TILES + i).store(gl.where(entry >= 0, page * ROWS + entry % ROWS, -1))
-            reach = gl.where(entry >= 0, where + 1, reach)
-        last = gl.max(reach, axis=0)
+        where = lane - 128
+        entry = gl.load(
+            entries_ptr + token * entry_count + where, mask=(where >= 0) & (where < entry_count), other=-1
+        )
+        column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
+        page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
+        page = gl.minimum(gl.maximum(page, 0), page_count - 1)
+        name = gl.where(entry >= 0, page * ROWS + entry % ROWS, name)
+        last = gl.max(gl.where(entry >= 0, where + 1, 0), axis=0)
+    name_space.store(name)
 
     # q: pairs of bf16 (even, odd) as words, rotated, into two shared tiles.
     q_even = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
@@ -229,17 +234,13 @@ def attend_hopper(
     words = gl.load(
         q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + heads[:, None] * 256 + pairs[None, :]
     )
-    even = (words << 16).to(gl.float32, bitcast=True)
-    odd = (words & -65536).to(gl.float32, bitcast=True)
     if HALF_ROPE > 0:
         turn = pairs - (256 - HALF_ROPE)
         cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
         sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
-        even, odd = _turn(even, odd, cos[None, :], sin[None, :])
-        even = even.to(gl.bfloat16).to(gl.float32)
-        odd = odd.to(gl.bfloat16).to(gl.float32)
-    q_even.store(even.to(gl.float16))
-    q_odd.store(odd.to(gl.float16))
+        words = _turn(words, cos[None, :], sin[None, :])
+    q_even.store((words << 16).to(gl.float32, bitcast=True).to(gl.float16))
+    q_odd.store((words & -65536).to(gl.float32, bitcast=True).to(gl.float16))
 
     k_even = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
     k_odd = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
@@ -249,100 +250,66 @@ def attend_hopper(
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
     total = gl.full([64, 64], 0.0, gl.float32, _SCORE)
 
-    # This split's tiles of entries: [first, end).
+    # This split's tiles: names[base : base + count]. The first split has the window's two, then its share of entries.
     used = (last + 63) // 64
     if SPLITS == 1:
-        first = 0
-        end = used
+        base = 0
+        count = 2 + used
     else:
-        share: gl.constexpr = (TILES + WINDOW_TILES + SPLITS - 1) // SPLITS
-        beside: gl.constexpr = share - WINDOW_TILES if share > WINDOW_TILES else 0
+        share: gl.constexpr = (TILES + 2 + SPLITS - 1) // SPLITS
+        beside: gl.constexpr = share - 2 if share > 2 else 0
         each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
-        first = gl.where(split == 0, 0, beside + (split - 1) * each)
-        end = gl.minimum(gl.where(split == 0, beside, first + each), used)
+        base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
+        count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
 
-    # Tiles in turn: the window's, then entries. The last tile before the loop lies in buffer 1, the first of it in 0.
-    follows = first
     raw = gl.allocate_shared_memory(gl.int32, [64, 64], _SHARED_RAW)
     raw_scales = gl.allocate_shared_memory(gl.int32, [64, 8], _SHARED_RAW)
-    if TILES > 0:
-        _start_copy(pages_ptr, names, first, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
     if split == 0:
-        near, near_scale = _load_window(window_ptr, names.index(WINDOW_TILES - 1))
-        if WINDOW_TILES > 1:
-            far, far_scale = _load_window(window_ptr, names.index(0))
-            _expand_window(far, far_scale, k_even.index(0), k_odd.index(0))
-        _expand_window(near, near_scale, k_even.index(1), k_odd.index(1))
+        if TILES > 0:
+            _start_copy(pages_ptr, names.index(2), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
+        near, near_scale = _load_window(window_ptr, names.index(0))
+        far, far_scale = _load_window(window_ptr, names.index(1))
+        _expand_window(near, near_scale, k_even.index(0), k_odd.index(0))
+        _expand_window(far, far_scale, k_even.index(1), k_odd.index(1))
+    else:
+        for t in range(gl.minimum(count, 2)):
+            _start_copy(pages_ptr, names.index(base + t), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
+            payload, scales = _take_copy(names.index(base + t), raw, raw_scales)
+            _expand_entries(payload, scales, k_even.index(t), k_odd.index(t))
+        if count > 2:
+            _start_copy(pages_ptr, names.index(base + 2), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
+    if count > 0:
         fence_async_shared()
-        if WINDOW_TILES > 1:
-            s = _scores(q_even, q_odd, k_even.index(0), k_odd.index(0))
-            s = warpgroup_mma_wait(0, deps=[s])
-            p, shrink, top, total = _softmax(s, names.index(0), top, total, scale)
+        s = warpgroup_mma_wait(0, deps=[_scores(q_even, q_odd, k_even.index(0), k_odd.index(0))])
+        for t in range(count - 1):
+            here = t & 1
+            p, shrink, top, total = _softmax(s, names.index(base + t), top, total, scale)
             p_shared.store(p)
             fence_async_shared()
-            acc_even = warpgroup_mma(p_shared, _half_tile(k_even.index(0)), o_even, is_async=True)
-            acc_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(0)), o_odd, is_async=True)
-            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
+            acc_even = warpgroup_mma(
+                p_shared, _half_tile(k_even.index(here)), _shrink(o_even, shrink), is_async=True
+            )
+            acc_odd = warpgroup_mma(
+                p_shared, _half_tile(k_odd.index(here)), _shrink(o_odd, shrink), is_async=True
+            )
+            coming = _scores(q_even, q_odd, k_even.index(1 - here), k_odd.index(1 - here))
             o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
-        else:
-            s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
-        if TILES > 0:
-            payload, scales = _take_copy(names, first, end, raw, raw_scales, WINDOW_TILES)
-            _start_copy(pages_ptr, names, first + 1, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
-            _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
-            fence_async_shared()
-        s = warpgroup_mma_wait(0, deps=[s])
-        p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES - 1), top, total, scale)
-        if WINDOW_TILES > 1:
-            o_even = _shrink(o_even, shrink)
-            o_odd = _shrink(o_odd, shrink)
+            if t + 2 < count:
+                payload, scales = _take_copy(names.index(base + t + 2), raw, raw_scales)
+                _start_copy(
+                    pages_ptr, names.index(base + gl.minimum(t + 3, count - 1)), raw, raw_scales,
+                    ROWS, PAGE, PAYLOAD, SCALES,
+                )  # fmt: skip
+                _expand_entries(payload, scales, k_even.index(here), k_odd.index(here))
+                fence_async_shared()
+            s = warpgroup_mma_wait(0, deps=[coming])
+        p, shrink, top, total = _softmax(s, names.index(base + count - 1), top, total, scale)
         p_shared.store(p)
         fence_async_shared()
-    elif first < end:
-        payload, scales = _take_copy(names, first, end, raw, raw_scales, WINDOW_TILES)
-        _start_copy(pages_ptr, names, first + 1, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
-        _expand_entries(payload, scales, k_even.index(1), k_odd.index(1))
-        fence_async_shared()
-        s = _scores(q_even, q_odd, k_even.index(1), k_odd.index(1))
-        if first + 1 < end:
-            payload, scales = _take_copy(names, first + 1, end, raw, raw_scales, WINDOW_TILES)
-            _start_copy(pages_ptr, names, first + 2, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES)
-            _expand_entries(payload, scales, k_even.index(0), k_odd.index(0))
-            fence_async_shared()
-        s = warpgroup_mma_wait(0, deps=[s])
-        p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + first), top, total, scale)
-        p_shared.store(p)
-        fence_async_shared()
-        follows = first + 1
-
-    if TILES > 0:
-        for t in range(follows, end, 2):
-            for buffer in gl.static_range(2):
-                if t + buffer < end:
-                    here_even, here_odd = k_even.index(buffer), k_odd.index(buffer)
-                    free_even, free_odd = k_even.index(1 - buffer), k_odd.index(1 - buffer)
-                    acc_even = warpgroup_mma(p_shared, _half_tile(free_even), o_even, is_async=True)
-                    acc_odd = warpgroup_mma(p_shared, _half_tile(free_odd), o_odd, is_async=True)
-                    s = _scores(q_even, q_odd, here_even, here_odd)
-                    payload, scales = _take_copy(names, t + buffer + 1, end, raw, raw_scales, WINDOW_TILES)
-                    _start_copy(
-                        pages_ptr, names, t + buffer + 2, end, raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES, WINDOW_TILES
-                    )
-                    o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
-                    _expand_entries(payload, scales, free_even, free_odd)
-                    fence_async_shared()
-                    s = warpgroup_mma_wait(0, deps=[s])
-                    p, shrink, top, total = _softmax(s, names.index(WINDOW_TILES + t + buffer), top, total, scale)
-                    o_even = _shrink(o_even, shrink)
-                    o_odd = _shrink(o_odd, shrink)
-                    p_shared.store(p)
-                    fence_async_shared()
-    if TILES > 0:
-        async_copy.wait_group(0)
-    if split == 0 or first < end:
-        held = 1 - (gl.maximum(end - follows, 0) & 1)
-        o_even = warpgroup_mma(p_shared, _half_tile(k_even.index(held)), o_even)
-        o_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(held)), o_odd)
+        here = (count - 1) & 1
+        o_even = warpgroup_mma(p_shared, _half_tile(k_even.index(here)), _shrink(o_even, shrink))
+        o_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(here)), _shrink(o_odd, shrink))
+    async_copy.wait_group(0)
 
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     pair = gl.arange(0, 256, layout=gl.SliceLayout(0, _ACC))
@@ -364,10 +331,9 @@ def attend_hopper(
         odd = _shrink(o_odd, factor)
         if HALF_ROPE > 0:
             turn = pair - (256 - HALF_ROPE)
-            cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
-            sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
-            even, odd = _turn(even, odd, cos[None, :], -sin[None, :])
-        low = even.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
-        high = odd.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
-        target = out_ptr.to(gl.pointer_type(gl.uint32)) + token * 16384 + head[:, None] * 256 + pair[None, :]
-        gl.store(target, low | (high << 16))
+            cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
+            sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
+            words = _pack(even * cos + odd * sin, odd * cos - even * sin)
+        else:
+            words = _pack(even, odd)
+        gl.store(out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + head[:, None] * 256 + pair[None, :], words)

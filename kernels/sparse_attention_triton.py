@@ -168,7 +168,7 @@ def _hopper(index: int) -> bool:
 def choose_splits(tokens: int, entries: int) -> int:
     """Programs a query is shared out over, so that a small batch fills the chip."""
     tiles = -(-entries // 64)
-    return max(1, min(MULTIPROCESSORS // max(1, tokens), 1 + tiles)) if tiles else 1
+    return min(MULTIPROCESSORS // tokens, 1 + tiles) if tiles and 0 < tokens <= 32 else 1
 
 
 def sparse_attention(
@@ -226,7 +226,7 @@ def sparse_attention(
         lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device) if parts > 1 else sink
         attend_hopper[(tokens, parts)](
             q, cos, sin, *sources, window, rows, sink, out, part, lse, *sizes, scale * 128.0,
-            *place, -(-count // 64), -(-rows.shape[1] // 64), half_rope, parts, num_warps=8,
+            *place, -(-count // 64), triton.next_power_of_2(128 + 64 * -(-count // 64)), half_rope, parts, num_warps=8,
         )  # fmt: skip
         if parts > 1:
             block = 4 if tokens < 33 else 16

@@ -325,9 +325,9 @@ class StoreClient:
 
 
 def _expect_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise InvalidRequest("key", f"{len(key)} bytes", f"must be {KEY_BYTES} bytes")
+    for length in set(map(len, keys)):
+        if length != KEY_BYTES:
+            raise InvalidRequest("key", f"{length} bytes", f"must be {KEY_BYTES} bytes")
 
 
 def _own_cancellation() -> bool:

@@ -11,29 +11,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
+from cedar.kvstore.chain_match import match_chain
+from cedar.kvstore.chain_plan import Plan
+from cedar.kvstore.chain_read import KnownCopies, read_chain
 from cedar.kvstore.client import Match
 from cedar.kvstore.cluster_config import ClusterClientConfig
 from cedar.kvstore.config import MIB
 from cedar.kvstore.epochs import request_metadata
 from cedar.kvstore.errors import InvalidRequest
-from cedar.kvstore.hedge import HedgeTimer, hedged
+from cedar.kvstore.hedge import HedgeTimer
 from cedar.kvstore.keys import KEY_BYTES
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.members import MemberList
 from cedar.kvstore.node_client import NodeClient
-from cedar.kvstore.ordered_read import PageSource, read_run
-from cedar.kvstore.placement import Run, by_holder, run_of, runs_of
+from cedar.kvstore.placement import Run, run_of, runs_of
 from cedar.kvstore.put import PutCounts
 from cedar.kvstore.tenant_purge import PurgeReport, purge_everywhere
 from cedar.kvstore.tls import TlsConfig
-from cedar.kvstore.window_tier import WindowName
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,7 @@ ATTEMPTS: Final = 3
 """How often a call is planned when the member list changes under it."""
 
 PUTS_AT_ONCE: Final = 8
-_REMEMBERED_COPIES: Final = 16_384
 _ELSEWHERE: Final = ("unavailable", "timeout", "busy")
-
-
-@dataclass
-class _Plan:
-    """Who is asked for what, under one list."""
-
-    members: MemberList
-    holders: Callable[[bytes], list[NodeClient]]
 
 
 class ClusterClient:
@@ -70,9 +61,8 @@ class ClusterClient:
         self.counters: Counter[str] = Counter()
         self._fingerprint = fingerprint
         self._tls = tls
-        self._rng = rng or random.Random()
         self._clients: dict[tuple[str, str], NodeClient] = {}
-        self._copied: OrderedDict[bytes, int] = OrderedDict()  # run: under which list it is on two nodes
+        self._copies = KnownCopies(rng or random.Random(), self._count)
         self._timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._match_timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._closing: set[asyncio.Task[None]] = set()
@@ -87,7 +77,7 @@ class ClusterClient:
         match = Match()
         for _ in range(ATTEMPTS):
             plan = await self._plan()
-            match = await self._match(plan, root, keys)
+            match = await match_chain(plan, root, keys, timer=self._match_timer, count=self._count)
             if plan.members.epoch == self.feed.current.epoch:
                 break
         return match
@@ -102,7 +92,10 @@ class ClusterClient:
         for _ in range(ATTEMPTS):
             plan = await self._plan()
             reached = position
-            async with aclosing(self._read(plan, keys, position)) as values:
+            pages = read_chain(
+                plan, keys, position, copies=self._copies, timer=self._timer, count=self._count
+            )
+            async with aclosing(pages) as values:
                 async for index, value in values:
                     reached = index + 1
                     self.counters["pages_received"] += 1
@@ -193,104 +186,8 @@ class ClusterClient:
 
     # ---- inside ----
 
-    async def _match(self, plan: _Plan, root: bytes, keys: Sequence[bytes]) -> Match:
-        windows: set[WindowName] = set()
-
-        async def ask(node: NodeClient, positions: Sequence[int]) -> int | None:
-            """The first of these pages that the node lacks; None when it does not answer."""
-            began_s = time.monotonic()
-            whole = len(positions) == len(keys)
-            match = await node.try_match(root, keys if whole else [keys[p] for p in positions])
-            if match is None:
-                return None
-            self._match_timer.answered(time.monotonic() - began_s)
-            windows.update(match.windows)
-            return positions[match.pages] if match.pages < len(positions) else len(keys)
-
-        async def first_missing(positions: Sequence[int], level: int) -> int:
-            if level == 0 and len(plan.members.members) == 1:
-                return await ask_group(plan.holders(run_of(root))[0], positions, 0)
-            groups = by_holder(runs_of(keys, positions), lambda tag: _at(plan.holders(tag), level))
-            if sum(map(len, groups.values())) < len(positions):
-                return positions[0]
-            return min(await asyncio.gather(*(ask_group(n, p, level) for n, p in groups.items())))
-
-        async def ask_group(node: NodeClient, positions: Sequence[int], level: int) -> int:
-            if level + 1 >= min(self.config.copies, len(plan.members.members)):
-                answer = await ask(node, positions)
-                return positions[0] if answer is None else answer
-            return await hedged(
-                ask(node, positions),
-                lambda: first_missing(positions, level + 1),
-                enough=lambda missing: missing > positions[-1],
-                after_s=self._match_timer.delay_s,
-                count=self._count,
-            )
-
-        async def ask_root() -> int:
-            """Records at the root belong to prompts shorter than a page: of use to short prompts alone."""
-            for node in plan.holders(run_of(root))[:1]:
-                if not keys or node not in plan.holders(run_of(keys[0]))[:1]:
-                    await ask(node, [])
-            return 0
-
-        pages = 0
-        if keys:
-            others = [ask_root()] if run_of(keys[-1]) == run_of(keys[0]) else []
-            pages, *_ = await asyncio.gather(first_missing(range(len(keys)), 0), *others)
-        else:
-            await ask_root()
-        at = {root, *keys[:pages]}
-        known = sorted((w for w in windows if w.page_key in at), key=lambda w: -w.tokens)
-        return Match(pages, tuple(known))
-
-    async def _read(
-        self, plan: _Plan, keys: Sequence[bytes], start: int
-    ) -> AsyncGenerator[tuple[int, memoryview], None]:
-        bell = asyncio.Event()
-        runs = runs_of(keys, range(start, len(keys)))
-        order = {run.tag: self._read_order(plan, run.tag) for run in runs}
-
-        def open_stream(node: NodeClient, positions: Sequence[int]) -> PageSource:
-            return PageSource(node.read([keys[p] for p in positions]), positions, bell)
-
-        groups = by_holder(runs, lambda tag: _at(order[tag], 0))
-        streams = {node: open_stream(node, positions) for node, positions in groups.items()}
-        slow: set[NodeClient] = set()
-        try:
-            for run in runs:
-                first = _at(order[run.tag], 0)
-                if first is None:
-                    return
-                if streams[first].ended and not first.resting:
-                    # It ended at a page of an earlier run, which says nothing of this one.
-                    await streams[first].close()
-                    streams[first] = open_stream(first, [p for p in groups[first] if p >= run.start])
-                further = _Further(order[run.tag][1 : self.config.copies], open_stream)
-                pages = read_run(
-                    run,
-                    [streams[first]],
-                    further.open,
-                    bell=bell,
-                    timer=self._timer,
-                    count=self._count,
-                    patient=first not in slow,
-                )
-                position = run.start
-                async with aclosing(pages):
-                    async for position, value in pages:
-                        yield position, value
-                        position += 1
-                if further.opened:
-                    slow.add(first)
-                if position < run.end:
-                    return
-        finally:
-            for source in streams.values():
-                await source.close()
-
     async def _put(
-        self, plan: _Plan, keys: Sequence[bytes], values: Sequence[bytes], first_page: int, tenant: bytes
+        self, plan: Plan, keys: Sequence[bytes], values: Sequence[bytes], first_page: int, tenant: bytes
     ) -> PutCounts:
         async def put(start: int, end: int) -> PutCounts:
             counts = PutCounts(refused=end - start, reason="unavailable")
@@ -315,24 +212,14 @@ class ClusterClient:
             total.add(counts)
         return total
 
-    def _read_order(self, plan: _Plan, tag: bytes) -> list[NodeClient]:
-        """Holders in the order to ask. A run known to be on two nodes is read from the less busy one."""
-        holders = plan.holders(tag)
-        if len(holders) > 1 and self._copied.get(tag) == plan.members.epoch and self.config.copies > 1:
-            first, second = holders[:2]
-            busier = first.reads_in_flight - second.reads_in_flight
-            if not second.resting and (busier > 0 or (busier == 0 and self._rng.random() < 0.5)):
-                self.counters["reads_from_copy"] += 1
-                return [second, first, *holders[2:]]
-        return holders
-
-    async def _plan(self) -> _Plan:
-        if self._started is None:
-            self._started = asyncio.get_running_loop().create_task(self.feed.start())
-        await asyncio.wait([self._started])
-        members = self.feed.current
-        if self._closed:
-            members = MemberList(members.epoch)
+    async def _plan(self) -> Plan:
+        members = MemberList(self.feed.current.epoch)
+        if not self._closed:
+            if self._started is None:
+                self._started = asyncio.get_running_loop().create_task(self.feed.start())
+            if not self._started.done():
+                await asyncio.wait([self._started], timeout=self.config.node.match_timeout_s)
+            members = self.feed.current
         self._let_go(members)
 
         def holders(tag: bytes) -> list[NodeClient]:
@@ -343,7 +230,7 @@ class ClusterClient:
             ]
             return sorted(found, key=lambda client: client.resting)  # stable: those that answer, in rank
 
-        return _Plan(members, holders)
+        return Plan(members, holders, self.config.copies)
 
     def _client(self, node_id: str, address: str) -> NodeClient:
         client = self._clients.get((node_id, address))
@@ -356,7 +243,7 @@ class ClusterClient:
                 config=replace(self.config.node, read_ahead_bytes=ahead),
                 metadata=lambda: request_metadata(self.feed.current, node_id),
                 on_list=self.feed.publish,
-                on_copied=self._learn_copy,
+                on_copied=lambda page: self._copies.learn(page, self.feed.current.epoch),
                 tls=self._tls,
             )
         return client
@@ -371,40 +258,8 @@ class ClusterClient:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _learn_copy(self, tag_hex: str) -> None:
-        try:
-            self._copied[bytes.fromhex(tag_hex)] = self.feed.current.epoch
-        except ValueError:
-            return
-        if len(self._copied) > _REMEMBERED_COPIES:
-            self._copied.popitem(last=False)
-
     def _count(self, name: str) -> None:
         self.counters[name] += 1
-
-
-class _Further:
-    """The holders of a run that are still to be asked."""
-
-    def __init__(
-        self,
-        nodes: Sequence[NodeClient],
-        open_stream: Callable[[NodeClient, Sequence[int]], PageSource],
-    ) -> None:
-        self._nodes = list(nodes)
-        self._open_stream = open_stream
-        self.opened = False
-
-    def open(self, position: int, end: int) -> PageSource | None:
-        """The next one's stream of pages ``[position, end)``; None when there is none."""
-        if not self._nodes:
-            return None
-        self.opened = True
-        return self._open_stream(self._nodes.pop(0), range(position, end))
-
-
-def _at(nodes: Sequence[NodeClient], level: int) -> NodeClient | None:
-    return nodes[level] if level < len(nodes) else None
 
 
 def _expect_keys(keys: Sequence[bytes]) -> None:

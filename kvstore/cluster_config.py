@@ -43,11 +43,11 @@ class PeerConfig:
     members_file: Path | None = None
     peers: tuple[str, ...] = ()
     weight: float = 1.0
-    copies: int = 2  # nodes that hold a run which is hit often
-    copy_after_hits: int = 3  # 0: every run, as soon as it is written
+    copies: int = 2  # nodes that hold what is hit often
+    copy_after_hits: int = 3  # 0: every page, as soon as it is written
     copy_bytes_per_s: int = 32 * MIB
     move_bytes_per_s: int = 32 * MIB
-    remembered_runs: int = 65_536  # whose hits are counted
+    remembered_pages: int = 131_072  # whose hits are counted
     call_timeout_s: float = 0.4  # of a small request to a peer, such as one inside a client's MatchPrefix
     stall_timeout_s: float = 1.0  # of a transfer from a peer
     retry_s: float = 1.0
@@ -56,7 +56,7 @@ class PeerConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "weight", "copies", "copy_bytes_per_s", "move_bytes_per_s", "remembered_runs", "call_timeout_s",
+            "weight", "copies", "copy_bytes_per_s", "move_bytes_per_s", "remembered_pages", "call_timeout_s",
             "stall_timeout_s", "retry_s", "purge_sync_s", "drain_timeout_s",
         ):  # fmt: skip
             _expect_positive(name, getattr(self, name))

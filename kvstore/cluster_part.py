@@ -56,7 +56,7 @@ class ClusterPart:
         self.node_config = node_config
         self.config = config
         self.ssd = ssd
-        self.node_id = config.node_id or stored_node_id(node_config.ssd.directory)
+        self.node_id = _node_id(config, node_config)
         self.incarnation = secrets.randbits(62) | 1
         self._windows = windows
         self._readers = readers
@@ -128,10 +128,13 @@ class ClusterPart:
         """Hand over: no more writes come here, and the others take what they now own."""
         return self._agent is None or await self._agent.drain(timeout_s)
 
-    async def stop(self) -> None:
-        """Leave the list and end the work."""
+    async def leave(self) -> None:
+        """Leave the list; calls under way go on."""
         if self._agent is not None:
             await self._agent.stop()
+
+    async def stop(self) -> None:
+        """End the work."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -243,8 +246,9 @@ class ClusterPart:
         return len(keys), size, windows + self._windows.purge(tenant)
 
     async def _meet_peers(self) -> None:
-        for peer in self.peers.others():
-            answer = await peer.exchange_purges(self.purges.to_proto())
+        mine = self.purges.to_proto()
+        answers = await asyncio.gather(*(peer.exchange_purges(mine) for peer in self.peers.others()))
+        for answer in answers:
             if answer is not None:
                 await self.learn_purges(answer)
 
@@ -259,6 +263,12 @@ class ClusterPart:
             epoch = self.feed.current.epoch
             self.ssd.tenants.share = self.feed.current.share(self.node_id) or 1.0
             await self._meet_peers()
+
+
+def _node_id(config: PeerConfig, node_config: NodeConfig) -> str:
+    if config.peers and not config.node_id:  # nodes of a fixed list are named by their addresses
+        return config.advertise or f"{node_config.host}:{node_config.port}"
+    return config.node_id or stored_node_id(node_config.ssd.directory)
 
 
 def stored_node_id(directory: Path) -> str:

@@ -9,10 +9,10 @@ from cedar.kvstore.call_guard import guarded, guarded_stream
 from cedar.kvstore.cluster_part import ClusterPart
 from cedar.kvstore.epochs import expect_epoch
 from cedar.kvstore.errors import NotHeld
-from cedar.kvstore.frames import FRAME_BYTES, FrameKind, encode_frame
+from cedar.kvstore.frames import FrameKind, encode_frame
 from cedar.kvstore.keys import KEY_BYTES, split_keys
-from cedar.kvstore.node_client import COPIED_RUNS
-from cedar.kvstore.placement import run_of, runs_of
+from cedar.kvstore.node_client import COPIED, short_name
+from cedar.kvstore.placement import run_of
 from cedar.kvstore.service import MAX_WINDOWS_LISTED, Context, StoreService, _forget
 from cedar.kvstore.validation import expect_key, expect_known_fields, requested_keys, window_name
 from cedar.kvstore.window_wire import window_frames
@@ -60,11 +60,11 @@ class ClusterStoreService(StoreService):
         expect_known_fields(request)
         keys = requested_keys(request.page_keys, self._config)
         replication = self._part.replication
-        copied = [run.tag.hex() for run in runs_of(keys) if replication.copied(run.tag)][:RUNS_TOLD]
-        await context.send_initial_metadata(((COPIED_RUNS, " ".join(copied)),) if copied else ())
+        copied = " ".join(short_name(key) for key in replication.last_copied(keys)[:RUNS_TOLD])
+        await context.send_initial_metadata(((COPIED, copied),) if copied else ())
         with self._reads.admit():
             position = 0
-            reading = self._on_reader(self._read_frame, keys, 0, 1)
+            reading = self._on_reader(self._read_frames, keys, 0)
             try:
                 while position < len(keys):
                     found = await reading
@@ -76,13 +76,14 @@ class ClusterStoreService(StoreService):
                         if position == sent:
                             return
                         if position < len(keys):
-                            reading = self._on_reader(self._read_frame, keys, position, FRAME_BYTES)
+                            reading = self._on_reader(self._read_frames, keys, position)
                         continue
-                    count, frame = found
+                    count, frames = found
                     position += count
                     if position < len(keys):
-                        reading = self._on_reader(self._read_frame, keys, position, FRAME_BYTES)
-                    yield frame
+                        reading = self._on_reader(self._read_frames, keys, position)
+                    for frame in frames:
+                        yield frame
             finally:
                 replication.hit(keys[:position])
                 reading.add_done_callback(_forget)

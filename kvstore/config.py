@@ -112,7 +112,7 @@ class NodeConfig:
     max_value_bytes: int = 16 * MIB
     max_message_bytes: int = 32 * MIB
     max_matches: int = 256
-    max_reads: int = 64  # streams at a time; each holds two frames at most
+    max_reads: int = 64  # streams at a time; each holds eight frames at most
     max_writes: int = 32
     max_window_calls: int = 64
     put_wait_s: float = 2.0  # how long a put may wait for room in the commit queue

@@ -1,9 +1,10 @@
-"""One process a store directory: a lock that dies with its holder."""
+"""One process a store directory: a lock that dies with its holder, also where forked children live on."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ class DirectoryLock:
             raise StoreLocked(
                 f"store directory {directory} is in use by process {holder or 'unknown'}"
             ) from None
+        _held.add(self)
         with suppress(OSError):  # the name of the holder is a courtesy; a full disk is no reason to fail
             os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_HOLDER_BYTES).encode(), 0)
 
@@ -35,3 +37,13 @@ class DirectoryLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _forget_in_child() -> None:
+    """A child has the same open file, and would hold the lock for its parent that died."""
+    for lock in list(_held):
+        lock.release()
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_in_child)

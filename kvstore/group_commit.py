@@ -9,6 +9,7 @@ The queue is bounded in bytes.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -74,6 +75,7 @@ class GroupCommit:
         self._dead: list[tuple[Segment, bytes, Row]] = []
         self._queued_bytes = 0
         self._closing = False
+        self._pid = os.getpid()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="cedar-store-writer", daemon=True)
         self._thread.start()
@@ -90,6 +92,7 @@ class GroupCommit:
         """
         job = _Job(items, carry, sum(len(item.value) for item in items))
         job.future.set_running_or_notify_cancel()  # a caller that leaves must not take the answer away
+        self._expect_own_process()
         with self._wake:
             if self._closing:
                 raise StoreClosed("the store is closed")
@@ -105,12 +108,17 @@ class GroupCommit:
         """Run ``chore`` on the writer thread, after everything that has been submitted until now."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
+        self._expect_own_process()
         with self._wake:
             if self._closing:
                 raise StoreClosed("the store is closed")
             self._chores.append((self._submitted, chore, future))
             self._wake.notify()
         return future
+
+    def _expect_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreClosed("a store that was open before a fork cannot be used in the child")
 
     def mark_dead(self, segment: Segment, key: bytes, row: Row) -> None:
         """Replace the row of a page that failed verification, so that a restart does not find it again."""
@@ -150,7 +158,8 @@ class GroupCommit:
                     values += len(jobs[-1].items)
                     size += jobs[-1].bytes
                 left_s = deadline_s - time.monotonic()
-                if values >= self._config.commit_values or self._jobs or left_s <= 0 or self._closing or not jobs:
+                enough = values >= self._config.commit_values or self._jobs or not jobs
+                if enough or left_s <= 0 or self._closing:
                     return jobs
                 self._wake.wait(left_s)
 

@@ -4,10 +4,11 @@
     page_key(i)   = SHA-256("cedar.page/1"  ‖ key of page i-1 (or root) ‖ token ids ‖ images)
     tail_digest   = SHA-256("cedar.tail/1"  ‖ key of the last full page ‖ token ids after it ‖ images)
 
-The first ``RUN_TAG_BYTES`` of a key name the *run* the page belongs to, the next byte is the page's place in
-it: ``RUN_PAGES`` consecutive pages of a chain make a run, and take over the first bytes of its first page's
-hash. So whoever has a key knows where it is placed (``placement``), and a run lies together in every index.
-216 bits of the hash remain.
+The first ``RUN_TAG_BYTES`` of a key name the *run* the page belongs to, the next byte is the page's place:
+consecutive pages of a chain make a run, and take over the first bytes of its first page's hash. So whoever
+has a key knows where it is placed (``placement``), and a run lies together in every index. A run is
+``RUN_PAGES`` long, but in the first ``HEAD_PAGES`` of a chain only ``HEAD_RUN_PAGES``: that is where prompts
+with a common beginning part, and what follows should not all lie with it. 216 bits of the hash remain.
 
 Every field is tagged and length-prefixed (``tag u8 ‖ length u32 LE ‖ bytes``), so no two different inputs
 give the same hash input. Token ids are u32 LE. Every image position carries the same token id, so an image
@@ -31,6 +32,8 @@ from cedar.kvstore.errors import InvalidRequest
 KEY_BYTES: Final = 32
 RUN_TAG_BYTES: Final = 4
 RUN_PAGES: Final = 16
+HEAD_PAGES: Final = 16
+HEAD_RUN_PAGES: Final = 4
 CONTENT_HASH_BYTES: Final = 32
 
 _ROOT: Final = b"cedar.root/1"
@@ -161,10 +164,12 @@ def split_keys(joined: bytes, *, field: str = "page_keys", limit: int | None = N
 
 def _in_run(parent: bytes, digest: bytes) -> bytes:
     """The page's key: its hash, with the tag of the run and the page's place in it at the front."""
-    place = parent[RUN_TAG_BYTES] + 1
-    if place < RUN_PAGES:
-        return parent[:RUN_TAG_BYTES] + bytes((place,)) + digest[RUN_TAG_BYTES + 1 :]
-    return digest[:RUN_TAG_BYTES] + b"\0" + digest[RUN_TAG_BYTES + 1 :]
+    place = parent[RUN_TAG_BYTES] + 1  # 0, 1 ... in the head, then HEAD_PAGES, ... again and again
+    if place >= HEAD_PAGES + RUN_PAGES:
+        place = 0 if parent[RUN_TAG_BYTES : RUN_TAG_BYTES + 1] == _NO_PAGE else HEAD_PAGES
+    begins = place % HEAD_RUN_PAGES == 0 if place < HEAD_PAGES else place == HEAD_PAGES
+    tag = digest[:RUN_TAG_BYTES] if begins else parent[:RUN_TAG_BYTES]
+    return tag + bytes((place,)) + digest[RUN_TAG_BYTES + 1 :]
 
 
 def _chain(domain: bytes, parent: bytes, ids: bytes | memoryview, images: Sequence[ImagePart]) -> bytes:

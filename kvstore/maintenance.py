@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_WANTED: Final = 65_536
 READER_CHECK_S: Final = 60.0
+CARRIED_TOGETHER: Final = 16
 _COMMIT_TIMEOUT_S: Final = 60.0
 _SALVAGE_VALUE_BYTES: Final = 64 << 20
 
@@ -161,9 +163,7 @@ class Maintenance:
         room = usage < capacity
         for segment in self._by_number(victims):
             budget = int(eviction.CARRY_SHARE * segment.allocated_bytes()) if room else 0
-            for key in eviction.pages_worth_keeping(self._pages(segment), budget):
-                if not self._carry(key):
-                    break
+            self._carry(eviction.pages_worth_keeping(self._pages(segment), budget))
             self._drop(segment, "store_pages_evicted_capacity")
 
     def _evict_over_quota(self) -> None:
@@ -186,36 +186,48 @@ class Maintenance:
         expired = eviction.expired_segments(self._segments.facts(), now_s, self._config.ttl_s)
         for segment in self._by_number(expired):
             in_use = eviction.pages_still_in_use(self._pages(segment), now_s, self._config.ttl_s)
-            for key in in_use:
-                entry = self._index.get(key)
-                if entry is None or not self._bucket.take(entry.size, now_s):
-                    return  # go on in the next round; the pages are served from here until then
-                if not self._carry(key):
-                    return
+            allowed = self._within_rate(in_use, now_s)
+            if not self._carry(allowed) or len(allowed) < len(in_use):
+                return  # go on in the next round; the pages are served from here until then
             self._drop(segment, "store_pages_evicted_expired")
 
     def _carry_wanted(self, now_s: float) -> None:
         while self._wanted and not self._stopping:
-            key = next(iter(self._wanted))
-            entry = self._index.live(key, now_s)
-            if entry is not None:
-                if not self._bucket.take(entry.size, now_s):
-                    return
-                if not self._carry(key):
-                    return
-            self._wanted.pop(key, None)
+            wanted = list(islice(self._wanted, CARRIED_TOGETHER))
+            live = [key for key in wanted if self._index.live(key, now_s) is not None]
+            allowed = self._within_rate(live, now_s)
+            if not self._carry(allowed):
+                return
+            limited = set(live[len(allowed) :])
+            for key in wanted:
+                if key not in limited:
+                    self._wanted.pop(key, None)
+            if limited:
+                return
 
-    def _carry(self, key: bytes) -> bool:
-        """Copy one page into the open segment; False when the tier takes no puts now."""
-        entry = self._index.get(key)
-        value = self._read(key)
-        if entry is None or value is None:
-            return True
-        item = PutItem(key, value, entry.page_index, entry.tenant, entry.used_s)
-        try:
-            return not self._writer.submit([item], carry=True).result(_COMMIT_TIMEOUT_S).refused
-        except (Refused, StoreClosed, FutureTimeout):
-            return False
+    def _within_rate(self, keys: Sequence[bytes], now_s: float) -> Sequence[bytes]:
+        """The first of ``keys`` that may be carried now."""
+        for count, key in enumerate(keys):
+            entry = self._index.get(key)
+            if entry is not None and not self._bucket.take(entry.size, now_s):
+                return keys[:count]
+        return keys
+
+    def _carry(self, keys: Sequence[bytes]) -> bool:
+        """Copy pages into the open segment, some in each commit; False when the tier takes no puts now."""
+        for start in range(0, len(keys), CARRIED_TOGETHER):
+            items = []
+            for key in keys[start : start + CARRIED_TOGETHER]:
+                entry = self._index.get(key)
+                value = self._read(key)
+                if entry is not None and value is not None:
+                    items.append(PutItem(key, value, entry.page_index, entry.tenant, entry.used_s))
+            try:
+                if self._writer.submit(items, carry=True).result(_COMMIT_TIMEOUT_S).refused:
+                    return False
+            except (Refused, StoreClosed, FutureTimeout):
+                return False
+        return True
 
     def _salvage(self, now_s: float) -> None:
         """Take whole pages out of damaged segments, as fast as carrying goes; delete one when it is done."""

@@ -24,6 +24,7 @@ from cedar.kvstore.cluster_part import ClusterPart
 from cedar.kvstore.cluster_service import ClusterStoreService
 from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.errors import InvalidRequest, StoreLocked
+from cedar.kvstore.machine import keep_freed_memory
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.metrics import StoreMetrics
 from cedar.kvstore.peer_service import StorePeerService
@@ -98,10 +99,15 @@ class StoreNode:
                 counters=self.counters,
                 feed=self._feed,
             )
+        except BaseException:
+            await self._close_tiers()
+            raise
+        try:
             port = self._listen()
             await self.part.prepare()
             self._serve_metrics()
         except BaseException:
+            await self.part.stop()
             await self._close_tiers()
             raise
         self.service = service = ClusterStoreService(
@@ -131,8 +137,9 @@ class StoreNode:
             return
         self.running = False
         await self._health.enter_graceful_shutdown()
-        await self.part.stop()
+        await self.part.leave()
         await self._server.stop(grace_s)
+        await self.part.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -199,6 +206,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         metavar="ADDRESS",
         help="of the membership service",
     )
+    add("--peers", nargs="+", default=(), metavar="ADDRESS", help="or all nodes, if they never change")
     add("--members-file", type=Path, help="or the file that lists the nodes")
     add("--weight", type=float, default=1.0, help="share of pages relative to other nodes (default 1)")
     add("--copies", type=int, default=2, help="nodes that hold what is hit often (default 2)")
@@ -243,6 +251,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         advertise=arguments.advertise,
         membership=arguments.membership,
         members_file=arguments.members_file,
+        peers=tuple(arguments.peers),
         weight=arguments.weight,
         copies=arguments.copies,
         copy_after_hits=arguments.copy_after_hits,
@@ -276,6 +285,7 @@ async def serve(config: NodeConfig, peers: PeerConfig | None = None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 2 with one clear line when the node cannot start."""
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(*parse_arguments(argv)))

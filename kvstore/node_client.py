@@ -16,15 +16,20 @@ from cedar.kvstore.members import MemberList
 from cedar.kvstore.rpc import ServiceStub
 from cedar.kvstore.tls import TlsConfig
 
-COPIED_RUNS: Final = "cedar-copied-runs"
-"""Initial metadata of a GetPages answer: runs among those asked for that a second node holds too (hex)."""
+COPIED: Final = "cedar-copied"
+"""Initial metadata of a GetPages answer: of runs among those asked for, the last page that has a copy."""
+
+
+def short_name(key: bytes) -> str:
+    """Enough of a key to know it again."""
+    return key[:12].hex()
 
 
 class NodeClient(StoreClient):
     """Client of the member ``node_id`` at ``address``.
 
     ``metadata``: what to send with each request. ``on_list``: told of a newer list. ``on_copied``: told of
-    runs that a second node holds.
+    pages that a second node holds too, with all before them in their run (``short_name``).
     """
 
     def __init__(
@@ -97,14 +102,14 @@ class NodeClient(StoreClient):
         super()._failed(what, error)
 
     def _listen(self, call: Any) -> None:
-        """Hear which runs of this answer a second node holds."""
+        """Hear which pages of this answer a second node holds."""
 
         async def hear() -> None:
             try:
                 for name, value in await call.initial_metadata() or ():
-                    if name == COPIED_RUNS:
-                        for tag in str(value).split():
-                            self._on_copied(tag)
+                    if name == COPIED:
+                        for page in str(value).split():
+                            self._on_copied(page)
             except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError):
                 return
 

@@ -1,8 +1,8 @@
 """Which node holds what: weighted rendezvous hashing over runs of a chain. Pure.
 
-A *run* is up to ``keys.RUN_PAGES`` consecutive pages of one chain, and the first bytes of a page's key name
-its run (``keys``), so anyone who has a key can place it. Runs, not pages, are placed: a long prefix is read
-from few nodes in large streams, and different runs of it from different nodes at once.
+A *run* is a few consecutive pages of one chain, and the first bytes of a page's key name its run (``keys``),
+so anyone who has a key can place it. Runs, not pages, are placed: a long prefix is read from few nodes in
+large streams, and different runs of it from different nodes at once.
 
 Each node gives each run a score from nothing but the run, the node's name and its weight. The nodes in order
 of score are the run's holders: the first owns it, the second has the copy if there is one. When a node comes

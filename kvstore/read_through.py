@@ -52,7 +52,7 @@ class ReadThrough:
         found: list[Member] = []
         if not self._rebalance.settled:
             found += self._feed.current.earlier_owners(tag, self._node_id)
-        copy = self._replication.copied(tag)
+        copy = self._replication.copied(key)
         if copy is None and self._lost(key):
             copy = self._replication.second_holder(tag)
         if copy is not None and copy not in found:

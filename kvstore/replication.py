@@ -1,8 +1,8 @@
 """Copies of runs that are hit often, made in the background by the run's owner, within a bandwidth limit.
 
-A put is acknowledged when it is durable on the owner; copies come later and are never waited for. A run that
-was read ``copy_after_hits`` times lives on ``copies`` nodes, its further pages too; when the second holder
-changes, the run is copied to the new one.
+A put is acknowledged when it is durable on the owner; copies come later and are never waited for. A page that
+was read ``copy_after_hits`` times lives on ``copies`` nodes; when the second holder changes, it is copied to
+the new one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
 
 from cedar.kvstore.cluster_config import PeerConfig
 from cedar.kvstore.member_feed import MemberFeed
@@ -23,12 +25,17 @@ from cedar.kvstore.placement import run_of, runs_of
 
 log = logging.getLogger(__name__)
 
+MAX_PAGES_A_RUN: Final = 1024
+"""Chains that part within a run have pages in it too, so it may have more than are in one chain."""
+MAX_ATTEMPTS: Final = 3
+
 
 @dataclass
 class _Run:
     """A run that is to be on several nodes."""
 
-    pages: dict[bytes, None] = field(default_factory=dict)  # known here, in order
+    pages: dict[bytes, None] = field(default_factory=dict)  # those that are hit often, in order
+    attempts: int = 0  # that failed since it was last hit
     sent: dict[str, set[bytes]] = field(default_factory=dict)  # by node
 
 
@@ -74,29 +81,35 @@ class Replication:
         if self._alone:
             return
         for run in runs_of(keys):
-            hits = self._hits.pop(run.tag, 0) + 1
-            self._hits[run.tag] = hits
-            if len(self._hits) > self._config.remembered_runs:
-                self._hits.popitem(last=False)
-            if hits >= self._config.copy_after_hits:
-                self._grown(run.tag, keys[run.start : run.end])
+            state = self._runs.get(run.tag)
+            known = state.pages if state is not None else ()
+            hot = [key for key in keys[run.start : run.end] if key not in known and self._is_hot(key)]
+            if hot or (state is not None and self._behind(run.tag, state)):
+                self._grown(run.tag, hot)
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """These pages have been put here by a client."""
-        if self._alone:
-            return
-        for run in runs_of(keys):
-            if self._config.copy_after_hits == 0 or run.tag in self._runs:
+        if self._config.copy_after_hits == 0 and not self._alone:
+            for run in runs_of(keys):
                 self._grown(run.tag, keys[run.start : run.end])
 
-    def copied(self, tag: bytes) -> Member | None:
-        """The node that holds the copy of a run of which this one is the owner."""
-        state = self._runs.get(tag)
+    def copied(self, key: bytes) -> Member | None:
+        """The node that holds a copy of a page of which this one is the owner."""
+        state = self._runs.get(run_of(key))
         if state is not None:
-            for target in self._targets(tag):
-                if state.sent.get(target.node_id):
+            for target in self._targets(run_of(key)):
+                if key in state.sent.get(target.node_id, ()):
                     return target
         return None
+
+    def last_copied(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Of each run among ``keys`` that has copies, the last page up to which all have one."""
+        found = []
+        for run in runs_of(keys) if self._runs else ():
+            if run.tag in self._runs:
+                copied = list(takewhile(self.copied, keys[run.start : run.end]))
+                found += copied[-1:]
+        return found
 
     def second_holder(self, tag: bytes) -> Member | None:
         """Who would have the copy, if there is one: asked when a page that was here has gone bad."""
@@ -105,7 +118,7 @@ class Replication:
     def forget(self, keys: Iterable[bytes]) -> None:
         """These pages are gone."""
         for key in keys:
-            self._hits.pop(run_of(key), None)
+            self._hits.pop(key, None)
             self._runs.pop(run_of(key), None)
             self._queue.pop(run_of(key), None)
 
@@ -151,7 +164,8 @@ class Replication:
             await self._pace.take(sum(map(len, frames)))
             kept = await self._peers.of(target).copy(frames, pages)
             if kept < pages:
-                return False
+                state.attempts += 1
+                return state.attempts >= MAX_ATTEMPTS
             sent.update(wanted)
             self._count("store_pages_copied_out", pages)
         return True
@@ -166,20 +180,36 @@ class Replication:
     def _alone(self) -> bool:
         return self._config.copies < 2 or len(self._feed.current.members) < 2
 
+    def _is_hot(self, key: bytes) -> bool:
+        """Count a hit of a page; whether it has had enough of them."""
+        hits = self._hits.pop(key, 0) + 1
+        if hits >= self._config.copy_after_hits:
+            return True
+        self._hits[key] = hits
+        if len(self._hits) > self._config.remembered_pages:
+            self._hits.popitem(last=False)
+        return False
+
     def _grown(self, tag: bytes, keys: Sequence[bytes]) -> None:
-        """Pages of a run that is to be on several nodes."""
+        """These pages of a run are to be on several nodes."""
         state = self._runs.get(tag)
         if state is None:
             state = self._runs[tag] = _Run()
-            if len(self._runs) > self._config.remembered_runs // 4:
+            if len(self._runs) > self._config.remembered_pages // 16:
                 old, _ = self._runs.popitem(last=False)
                 self._queue.pop(old, None)
         else:
             self._runs.move_to_end(tag)
-        state.pages.update(dict.fromkeys(keys))
-        targets = self._targets(tag)
-        if any(len(state.sent.get(target.node_id, ())) < len(state.pages) for target in targets):
+        if len(state.pages) < MAX_PAGES_A_RUN:
+            state.pages.update(dict.fromkeys(keys))
+        state.attempts = 0
+        if self._behind(tag, state):
             self._enqueue(tag)
+
+    def _behind(self, tag: bytes, state: _Run) -> bool:
+        return any(
+            len(state.sent.get(target.node_id, ())) < len(state.pages) for target in self._targets(tag)
+        )
 
     def _enqueue(self, tag: bytes) -> None:
         self._queue.setdefault(tag, time.monotonic())

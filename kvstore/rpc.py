@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, cast
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -56,6 +57,8 @@ def transport_options(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", max(int(keepalive_timeout_s * 1000), 1)),
+        # Also for the pings that measure bandwidth: while one of those is out, no keepalive ping is sent.
+        ("grpc.http2.ping_timeout_ms", max(int(keepalive_timeout_s * 1000), 1)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -68,7 +71,7 @@ def transport_options(
     channel: ChannelOptions = [
         *shared,
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),  # how long one attempt to connect may take
         ("grpc.max_reconnect_backoff_ms", max(int(max_reconnect_backoff_s * 1000), 100)),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # closing a channel closes its connection
@@ -110,7 +113,7 @@ def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.Gen
         build = _HANDLERS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = build(
             _checked(method, behavior),
-            request_deserializer=_parser(method.input_type),
+            request_deserializer=_request_parser(method),
             response_serializer=_serializer(method.output_type),
         )
     return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
@@ -178,6 +181,21 @@ def _parser(message: Any) -> _Codec:
     return None if message.full_name == RAW_FRAME else GetMessageClass(message).FromString
 
 
+def _request_parser(method: MethodDescriptor) -> _Codec:
+    """Like ``_parser``, but a request that is no message is an answer to give, not an exception to raise."""
+    parse = _parser(method.input_type)
+    if parse is None or method.client_streaming:
+        return parse
+
+    def parsed(data: bytes) -> object:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parsed
+
+
 def _serializer(message: Any) -> _Codec:
     return None if message.full_name == RAW_FRAME else GetMessageClass(message).SerializeToString
 
@@ -199,6 +217,8 @@ def _checked(method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable
         if inspect.isasyncgenfunction(behavior):
 
             async def stream(request: Any, context: Any) -> AsyncIterator[object]:
+                if isinstance(request, DecodeError):
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
                 answers = behavior(request, context)
                 try:
                     async for answer in answers:
@@ -211,6 +231,8 @@ def _checked(method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable
             raise TypeError(f"{method.full_name} must be a generator, so that its answers can be checked")
 
         def stream_sync(request: Any, context: Any) -> Iterator[object]:
+            if isinstance(request, DecodeError):
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
             for answer in behavior(request, context):
                 yield check(answer)
 
@@ -218,6 +240,8 @@ def _checked(method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable
     if inspect.iscoroutinefunction(behavior):
 
         async def unary(request: Any, context: Any) -> object:
+            if isinstance(request, DecodeError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
             return check(await behavior(request, context))
 
         return unary
@@ -225,6 +249,8 @@ def _checked(method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable
         raise TypeError(f"{method.full_name} has one answer, so it must not be a generator")
 
     def unary_sync(request: Any, context: Any) -> object:
+        if isinstance(request, DecodeError):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
         return check(behavior(request, context))
 
     return unary_sync

@@ -36,7 +36,16 @@ _CREATED = struct.Struct("<Id")
 _SEGMENT_VERSION: Final = 1
 _READERS_END_S: Final = 5.0
 _NOT_THE_FILES_FAULT: Final = frozenset(
-    (errno.EACCES, errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.EROFS)
+    (
+        errno.EACCES,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EPERM,
+        errno.EROFS,
+    )
 )
 
 

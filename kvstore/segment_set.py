@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import lmdb
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.eviction import SegmentFacts, effective_capacity_bytes
 from cedar.kvstore.machine import free_disk_bytes
 from cedar.kvstore.rows import Row
 from cedar.kvstore.segment import DATA_FILE, Segment, SegmentDamaged, map_bytes_for
+from cedar.kvstore.segment_probe import opens_elsewhere
 
 log = logging.getLogger(__name__)
 
 OPEN_ATTEMPTS: Final = 2
-"""A segment during whose opening the process died this often is not opened again but salvaged."""
+"""A segment during whose opening the process died this often is tried in another process first."""
 _ATTEMPTS_FILE: Final = "opening"
 
 
@@ -129,11 +131,18 @@ class SegmentSet:
         return usage, capacity
 
     def close(self, *, sync: bool) -> None:
-        """Close every segment; ``sync`` forces unsynced commits to disk first."""
+        """Close every segment; ``sync`` forces unsynced commits to disk first. lmdb.Error when one failed."""
+        failed: lmdb.Error | None = None
         for segment in self.all():
-            if sync:
-                segment.sync()
-            segment.close()
+            try:
+                if sync:
+                    segment.sync()
+            except lmdb.Error as error:
+                failed = error
+            finally:
+                segment.close()
+        if failed is not None:
+            raise failed
 
     def _forget(self, segment: Segment) -> None:
         with self._lock:
@@ -147,7 +156,7 @@ class SegmentSet:
         attempts_file = path / _ATTEMPTS_FILE
         try:
             attempts = len(attempts_file.read_bytes()) if attempts_file.exists() else 0
-            if attempts >= OPEN_ATTEMPTS:
+            if attempts >= OPEN_ATTEMPTS and not opens_elsewhere(path, self._map_bytes):
                 raise SegmentDamaged(f"{path.name}: the process died {attempts} times while opening it")
             attempts_file.write_bytes(b"x" * (attempts + 1))
         except OSError as error:  # a full disk must not cost the segment

@@ -7,6 +7,7 @@ for the writer. All methods may block on the disk except ``match``, which looks 
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -84,11 +85,12 @@ class SsdTier:
         clock = clock or SystemClock()
         config.directory.mkdir(parents=True, exist_ok=True)
         self._lock = DirectoryLock(config.directory)
+        segments: SegmentSet | None = None
         try:
             self._volatile = VolatileMark(config.directory, clock)
             if config.durability == "none":
                 self._volatile.set()
-            self._segments = SegmentSet(config)
+            self._segments = segments = SegmentSet(config)
             self.tenants = config.tenant_table
             self._lost: OrderedDict[bytes, None] = OrderedDict()
             self._index = PageIndex(self.tenants.ttl_s, config.usage_grain_s)
@@ -104,10 +106,13 @@ class SsdTier:
             )
             self._quarantine = Quarantine(config.directory / "quarantine", config.quarantine_bytes)
         except BaseException:
+            if segments is not None:
+                segments.close(sync=False)
             self._lock.release()
             raise
         self._errors: dict[int, int] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._committer = committer = Committer(
             config, clock, self._segments, self._index, self.counters, self._press
         )
@@ -375,16 +380,26 @@ class SsdTier:
                 )
 
     def close(self) -> None:
-        """Commit what is queued, stop the threads, close the segments. May be called again."""
-        if self._closed:
+        """Commit what is queued, stop the threads, close the segments. May be called again.
+
+        In a forked child it does nothing: all of this is the parent's.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self.maintenance.stop()
         self._writer.stop()
         self.maintenance.save()
-        self._segments.close(sync=self.config.durability == "none")
-        self._volatile.clear()
-        self._lock.release()
+        try:
+            self._segments.close(sync=self._volatile.marked)
+            self._volatile.clear()
+        except (
+            lmdb.Error,
+            OSError,
+        ) as error:  # the mark stays, should the machine go down before it is on disk
+            log.warning("store %s: not everything is on disk: %s", self.config.directory, error)
+        finally:
+            self._lock.release()
 
     def _load_index(self) -> float:
         """Fill the index from the segments; the youngest store time found."""

@@ -1,13 +1,16 @@
 """When pages were last used, kept over a restart: small append-only files, one a stretch of store time.
 
 A chunk is ``count u32 ‖ xxh3_64 of the records ‖ records``, a record ``key [32] ‖ used_s f64``. A torn or
-damaged chunk ends the reading of its file. Losing a log costs pages some of their time, never their bytes.
+damaged chunk ends the reading of its file, which is cut there, so that what is added later is found. Losing
+a log costs pages some of their time, never their bytes.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,12 +55,18 @@ class UsageLog:
 
 
 def _read_file(path: Path) -> Iterator[tuple[bytes, float]]:
+    whole = 0
     with open(path, "rb") as file:
         while len(head := file.read(_CHUNK.size)) == _CHUNK.size:
             count, checksum = _CHUNK.unpack(head)
             if count > _MAX_RECORDS:
-                return
+                break
             records = file.read(count * _RECORD.size)
             if len(records) != count * _RECORD.size or xxhash.xxh3_64_intdigest(records) != checksum:
-                return
+                break
+            whole = file.tell()
             yield from _RECORD.iter_unpack(records)
+        torn = os.fstat(file.fileno()).st_size != whole
+    if torn:
+        with suppress(OSError):
+            os.truncate(path, whole)

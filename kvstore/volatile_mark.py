@@ -7,6 +7,7 @@ thrown away. A process that merely died leaves the page cache whole, so the mark
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -28,9 +29,22 @@ class VolatileMark:
                 shutil.rmtree(directory / "segments", ignore_errors=True)
                 self._path.unlink()
 
+    @property
+    def marked(self) -> bool:
+        """Whether data may be unsynced, of this process or of one before it."""
+        return self._path.exists()
+
     def set(self) -> None:
-        """From now on data may be unsynced."""
-        self._path.write_text(self._boot_id)
+        """From now on data may be unsynced. The mark itself is on disk before any of it."""
+        with open(self._path, "w") as file:
+            file.write(self._boot_id)
+            file.flush()
+            os.fsync(file.fileno())
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def clear(self) -> None:
         """Everything is on disk."""

@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message, code = explained
         print(f"cedar: {message}", file=sys.stderr)
+        if code is Exit.INTERRUPTED and "ray" in sys.modules:
+            # Everything is cleaned up, but a Ray that was stopped halfway through its start can still
+            # crash in its destructors.
+            sys.stdout.flush()
+            os._exit(code)
         return code
 
 

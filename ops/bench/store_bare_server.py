@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -18,15 +19,15 @@ from cedar.kvstore.rpc import server_options
 SERVICE = "cedar.bench.Bare"
 
 
-def methods(frame: bytes) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Empty: bytes in, bytes out. Stream: ``frame`` as often as the request says. Sink: takes all, answers."""
+def methods(frames: list[bytes]) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """Empty: bytes in, bytes out. Stream: as many frames as the request says. Sink: takes all, answers."""
 
     async def empty(request: bytes, context: Any) -> bytes:
         return b""
 
     async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        for _ in range(int(request)):
-            yield frame
+        for number in range(int(request)):
+            yield frames[number % len(frames)]
 
     async def sink(request: AsyncIterator[bytes], context: Any) -> bytes:
         total = 0
@@ -41,10 +42,12 @@ def methods(frame: bytes) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     }
 
 
-async def serve(frame_bytes: int) -> None:
-    """Serve until SIGTERM."""
+async def serve(frame_bytes: int, frames: int) -> None:
+    """Serve until SIGTERM. ``frames`` different ones, so that no cache holds what is sent."""
     server = grpc.aio.server(options=server_options())
-    handler = grpc.method_handlers_generic_handler(SERVICE, methods(bytes(frame_bytes)))
+    handler = grpc.method_handlers_generic_handler(
+        SERVICE, methods([os.urandom(frame_bytes) for _ in range(frames)])
+    )
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -56,4 +59,4 @@ async def serve(frame_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1])))
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2])))

@@ -179,13 +179,14 @@ def _tier_reader(directory: Path, runs: Runs) -> Callable[[], None]:
 
     def read() -> None:
         for keys in wanted:
+            tier.announce(keys[:ANNOUNCED_PAGES])
             position = 0
             while position < len(keys):
-                ahead = keys[position : position + ANNOUNCED_PAGES]
-                tier.announce(ahead)
-                found = tier.read_run(ahead, FRAME_PAGES * VALUE_BYTES, b"".join)
+                found = tier.read_run(keys[position:], FRAME_PAGES * VALUE_BYTES, b"".join)
                 assert found is not None
                 position += found[0].count
+                ahead = position - found[0].count + ANNOUNCED_PAGES
+                tier.announce(keys[ahead : ahead + found[0].count])
 
     return read
 

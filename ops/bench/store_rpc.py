@@ -60,6 +60,11 @@ def process(*arguments: str) -> Iterator[str]:
         child.stdout.close()
 
 
+def bare_server(frame_bytes: int, frames: int) -> contextlib.AbstractContextManager[str]:
+    """The yardstick."""
+    return process("cedar.ops.bench.store_bare_server", str(frame_bytes), str(frames))
+
+
 @contextlib.contextmanager
 def node(directory: Path, *options: str) -> Iterator[str]:
     """A store node."""
@@ -87,7 +92,7 @@ async def seconds(work: Awaitable[Any]) -> float:
 def loopback(directory: Path, *, pages: int = 128, repeats: int = 25) -> list[Figure]:
     """Reads and look-ups."""
     frame_bytes = FRAME_PAGES * VALUE_BYTES
-    with node(directory / "node") as at, process("cedar.ops.bench.store_bare_server", str(frame_bytes)) as bare:
+    with node(directory / "node") as at, bare_server(frame_bytes, pages // FRAME_PAGES) as bare:
         return asyncio.run(_loopback(at, bare, pages, repeats))
 
 

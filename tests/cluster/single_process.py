@@ -14,6 +14,7 @@ class SingleProcess:
     """Greedy answers of the checkpoint at ``path``."""
 
     def __init__(self, path: str, page_tokens: int) -> None:
+        torch.set_num_threads(1)  # the cluster's processes want the other cores
         self.network = load_network(path, page_tokens=page_tokens)
         self._features: dict[bytes, torch.Tensor] = {}
 

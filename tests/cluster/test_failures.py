@@ -49,6 +49,24 @@ async def test_a_dead_decode_worker_is_a_pause(stack: Stack, client: Client, tem
     assert (end.retries, end.completion_tokens) == (1, 24)
 
 
+async def test_dying_after_the_last_token_leaves_a_whole_answer(stack: Stack, client: Client) -> None:
+    from cedar.cluster import request_life
+
+    real = request_life.decode_stream
+
+    async def without_an_end(*facts: Any) -> Any:
+        async for response in real(*facts):
+            if response.HasField("end"):
+                raise request_life.broken("decode", facts[1], "died")
+            yield response
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_life, "decode_stream", without_an_end)
+        end = finished_of(await collect(client, ask()))
+    assert (end.reason, end.completion_tokens) == (common.FINISH_REASON_LENGTH, 24)
+    assert end.retries == 0
+
+
 async def test_a_cold_stream_resumes_with_the_same_tokens(tmp_path: Path) -> None:
     request = ask(images=[IMAGE])
     async with running(local_config(), tmp_path / "a") as stack, Client(stack.address, "key-a") as client:

@@ -84,15 +84,18 @@ async def test_sampling_is_keyed_by_seed(client: GenerationClient) -> None:
 
 
 async def test_a_second_turn_hits_what_the_first_left(stack: Stack, client: GenerationClient) -> None:
-    first = await collect(client, ask(max_tokens=40))
-    sources = stack.gateway.service._tools.prepare(ask()).ids
-    ids = [*sources, *tokens_of(first)[:-1], 9, 8, 7]
-    second = pb.GenerateRequest(token_ids=common.TokenIds(ids=ids), sampling=ask().sampling)
-    end = finished_of(await collect(client, second))
+    for number in range(3):
+        first = ask(f"{number}: {TEXT}", max_tokens=40)
+        reply = tokens_of(await collect(client, first))
+        ids = [*stack.gateway.service._tools.prepare(first).ids, *reply[:-1], 9, 8, 7]
+        second = pb.GenerateRequest(token_ids=common.TokenIds(ids=ids), sampling=ask().sampling)
+        end = finished_of(await collect(client, second))
+        assert prompt_tokens_balance(end.sources)
+        if end.sources.state_restored:  # a store that was too slow to take the state is a miss, no error
+            break
     assert end.sources.state_restored
     assert end.sources.replayed_tokens == 0
     assert end.sources.computed_tokens <= 4
-    assert prompt_tokens_balance(end.sources)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cedar.cluster.config_load import check_checkpoint, load_config
 from cedar.cluster.environment import local_ray_environment, worker_environment
 from cedar.cluster.errors import ConfigError, LaunchError, PortInUse
 from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session, of_session
-from cedar.cluster.ray_runtime import local_cpus
+from cedar.cluster.ray_runtime import MAX_PARENT_CHARACTERS, local_cpus, session_parent
 from cedar.cluster.state_file import ClusterState, WorkerEntry, process_started
 from cedar.cluster.worker_configs import decode_config, encoder_config, prefill_config, store_config
 
@@ -125,6 +125,16 @@ def test_every_process_gets_the_same_authentication_mode() -> None:
 
 def test_ray_starts_a_worker_ahead_for_each_process() -> None:
     assert local_cpus(load_config("local-cpu")) == 9
+
+
+def test_session_folders_are_short_enough_for_sockets() -> None:
+    assert session_parent(None, "/var/tmp") == "/var/tmp"
+    assert session_parent(None, "/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T") == "/tmp"
+    assert session_parent("/run/cedar", "/var/tmp") == "/run/cedar"
+    with pytest.raises(ConfigError, match=r"ray\.temp_directory: /x+ \(at most 28 characters\)"):
+        session_parent("/" + "x" * 30)
+    longest = "/session_2026-11-30_23-59-59_999999_4194304/sockets/plasma_store"
+    assert MAX_PARENT_CHARACTERS + len("/cedar-12345678") + len(longest) <= 107
 
 
 def test_settings_reach_the_workers() -> None:

@@ -1,6 +1,10 @@
+import asyncio
+from typing import Any
+
 import pytest
 from cedar.cluster.active import ActiveRequests
 from cedar.cluster.config_load import parse_config
+from cedar.cluster.ending import ended
 from cedar.cluster.errors import CallerError
 from cedar.cluster.hits import Hit, first_computed, images_needed, pack_ids, pages_needed, resumed_hit
 from cedar.cluster.limits import admitted_sampling, check_images, limits_of
@@ -120,6 +124,41 @@ def test_accounts_add_up() -> None:
     total = common.Traffic()
     add_traffic(total, account.traffic)
     assert total == account.traffic
+
+
+@pytest.mark.parametrize(
+    ("generated", "sampling", "reason"),
+    [
+        ([], {}, None),
+        ([5, 6], {}, None),
+        ([5, 1], {}, common.FINISH_REASON_STOP),
+        ([5, 1], {"ignore_eos": True}, None),
+        ([5, 9], {"stop_ids": [9]}, common.FINISH_REASON_STOP),
+        ([5, 9], {"stop_ids": [5]}, None),
+        ([5, 6, 7], {}, common.FINISH_REASON_LENGTH),
+        ([5, 6, 1], {}, common.FINISH_REASON_STOP),
+    ],
+)
+def test_a_whole_answer_is_not_resumed(
+    generated: list[int], sampling: dict[str, Any], reason: int | None
+) -> None:
+    assert ended(generated, common.SamplingParams(max_tokens=3, **sampling), end_token=1) == reason
+
+
+async def test_a_request_cancelled_before_it_runs_never_does() -> None:
+    active = ActiveRequests()
+    ran = []
+
+    async def serve() -> None:
+        ran.append(1)
+
+    with active.entered("a", "id") as key:
+        assert await active.cancel("a", "id")
+        task = asyncio.create_task(serve())
+        active.running(key, task)
+        await asyncio.wait({task})
+    assert task.cancelled()
+    assert ran == []
 
 
 async def test_request_ids_belong_to_their_tenant() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lmdb
 import pytest
+from cedar.kvstore import segment_set
 from cedar.kvstore.config import MIB
 from cedar.kvstore.header import HEADER_BYTES
 from cedar.kvstore.segment import Segment
@@ -165,12 +166,25 @@ def test_a_segment_that_is_no_database_costs_itself_only(
     assert open_tier.put(tier, chains.items(chains.keys(1, salt=1))).stored == 1
 
 
-def test_an_open_that_kills_the_process_is_not_tried_for_ever(open_tier: Any, chains: Any, tmp_path: Path):
+def test_an_open_that_kills_the_process_is_not_tried_for_ever(
+    open_tier: Any, chains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     keys = written(open_tier, chains)
     (data_file(tmp_path).parent / "opening").write_bytes(b"xx")
+    monkeypatch.setattr(segment_set, "opens_elsewhere", lambda *_: False)
     tier = open_tier()
     assert tier.match(keys) == 0  # set aside
     assert salvaged(tier, chains, keys) == len(keys)
+
+
+def test_a_sound_segment_outlives_any_number_of_killed_starts(open_tier: Any, chains: Any, tmp_path: Path):
+    keys = written(open_tier, chains)
+    marker = data_file(tmp_path).parent / "opening"
+    marker.write_bytes(b"xxxxx")
+    tier = open_tier()
+    assert tier.match(keys) == len(keys)
+    assert tier.counters["store_segments_damaged"] == 0
+    assert not marker.exists()
 
 
 def test_a_start_that_was_killed_once_is_forgiven(open_tier: Any, chains: Any, tmp_path: Path):

@@ -46,13 +46,14 @@ def test_golden_vectors():
 def test_keys_name_their_run_and_place():
     """What placement stands on: sixteen pages share the first bytes and count themselves."""
     root = root_key(b"format", F, b"tenant")
-    keys = chain_keys(root, list(range(40 * 4)), [], 4)
-    assert [key[4] for key in keys] == [i % 16 for i in range(40)]
-    assert [len({key[:4] for key in keys[start : start + 16]}) for start in (0, 16, 32)] == [1, 1, 1]
-    assert len({key[:4] for key in (root, *keys)}) == 4
-    assert len({key[5:] for key in keys}) == 40
+    keys = chain_keys(root, list(range(60 * 4)), [], 4)
+    assert [key[4] for key in keys] == [*range(32), *range(16, 32), *range(16, 28)]
+    runs = [(0, 4), (4, 8), (8, 12), (12, 16), (16, 32), (32, 48), (48, 60)]
+    assert [len({key[:4] for key in keys[start:end]}) for start, end in runs] == [1] * 7
+    assert len({key[:4] for key in (root, *keys)}) == 8
+    assert len({key[5:] for key in keys}) == 60
     by_hand = root
-    for page in range(40):
+    for page in range(60):
         by_hand = page_key(by_hand, range(4 * page, 4 * page + 4))
         assert by_hand == keys[page]
 

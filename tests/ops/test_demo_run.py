@@ -6,14 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-COMMAND = [sys.executable, "-m", "cedar.ops.cli", "demo"]
 
 
 @pytest.fixture
@@ -48,9 +46,9 @@ def assert_nothing_left(environment: dict[str, str]) -> None:
     scratch.rmdir()
 
 
-def test_the_demo_shows_everything_it_promises(environment: dict[str, str]) -> None:
+def test_the_demo_shows_everything_it_promises(environment: dict[str, str], cedar_command: list[str]) -> None:
     finished = subprocess.run(
-        COMMAND,
+        [*cedar_command, "demo"],
         env=environment,
         capture_output=True,
         text=True,
@@ -81,12 +79,12 @@ def test_the_demo_shows_everything_it_promises(environment: dict[str, str]) -> N
 @pytest.mark.parametrize("moment", ["still starting", "> "])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(
-    environment: dict[str, str], moment: str, number: signal.Signals
+    environment: dict[str, str], cedar_command: list[str], moment: str, number: signal.Signals
 ) -> None:
     if (moment, number) == ("> ", signal.SIGTERM):
         pytest.skip("the same path as SIGINT there; one start less")
     process = subprocess.Popen(
-        [*COMMAND, "--max-tokens", "200"],
+        [*cedar_command, "demo", "--max-tokens", "200"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

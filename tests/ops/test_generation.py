@@ -135,10 +135,12 @@ async def test_cancelling_the_task_cancels_the_request(served: tuple[Gateway, st
     assert gateway.cancelled == [gateway.requests[0].request_id]
 
 
-async def test_ctrl_c_cancels_in_the_cluster_and_exits_130(served: tuple[Gateway, str]) -> None:
+async def test_ctrl_c_cancels_in_the_cluster_and_exits_130(
+    served: tuple[Gateway, str], cedar_command: list[str]
+) -> None:
     gateway, address = served
     gateway.endless = True
-    command = [sys.executable, "-m", "cedar.ops.cli", "generate", "hi", "--address", address]
+    command = [*cedar_command, "generate", "hi", "--address", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 30
@@ -149,7 +151,7 @@ async def test_ctrl_c_cancels_in_the_cluster_and_exits_130(served: tuple[Gateway
         out, err = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
         process.kill()
-        process.wait()
+        await asyncio.to_thread(process.communicate)
     assert process.returncode == 130, err
     assert "Hello" in out
     assert err == "cedar: interrupted\n"

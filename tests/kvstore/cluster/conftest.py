@@ -86,7 +86,8 @@ class Fleet:
         self.publish(self.list.without([name]))
 
     def client(self, members: MemberList | None = None, **changes: Any) -> ClusterClient:
-        config = {"node": ClientConfig(match_timeout_s=2.0, stall_timeout_s=2.0)} | changes
+        patient = ClientConfig(match_timeout_s=2.0, stall_timeout_s=2.0)
+        config = {"node": patient, "hedge_least_s": 1.0, "hedge_most_s": 1.0} | changes
         client = ClusterClient(
             MemberFeed(members or self.list),
             fingerprint=self.chains.fingerprint,

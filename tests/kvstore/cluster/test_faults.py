@@ -153,7 +153,7 @@ async def test_the_list_freezes_when_its_holder_dies(programs: Any, chains: Any,
 
 
 async def test_a_flapping_node_is_held_out_and_nobody_suffers(programs: Any, chains: Any) -> None:
-    service = programs.service("--flap-joins", "3", "--hold-s", "60")
+    service = programs.service("--flap-joins", "2", "--hold-s", "60")
     await programs.ready(service)
     nodes = {name: programs.node(name, service.address) for name in "ab"}
     await programs.ready(*nodes.values())
@@ -238,25 +238,27 @@ async def test_a_file_may_hold_the_list(tmp_path: Path, fleet: Any, chains: Any)
     await client.close()
 
 
-@pytest.mark.slow
-async def test_a_node_that_flaps_for_twenty_seconds_under_load(programs: Any, chains: Any) -> None:
-    service, nodes = await start(programs, "a", "b", "c", arguments=("--copy-after-hits", "1"))
+async def test_a_node_that_flaps_under_load_costs_no_hits_on_what_is_copied(
+    programs: Any, chains: Any
+) -> None:
+    """Shorter than its lease, so that the list stays and every stop is met by the clients alone."""
+    service, nodes = await start(programs, "a", "b", "c", arguments=("--copy-after-hits", "0"))
     async with store_of(service.address, chains) as store:
         await store.client.match(chains.root(), [])
         await store.members("a", "b", "c")
-        all_keys = [chains.keys(48, salt=salt) for salt in range(4)]
+        all_keys = [chains.keys(48, salt=salt) for salt in range(3)]
         for keys in all_keys:
             await store.put(keys)
-            await store.read(keys)
-        ends_s = time.monotonic() + 20
-        hits, stopped = [], False
-        while time.monotonic() < ends_s:
-            nodes["c"].send(signal.SIGCONT if stopped else signal.SIGSTOP)
-            stopped = not stopped
-            until_s = time.monotonic() + 1.0
+        for _ in range(100):
+            if (await store.client.stats())["store_pages"] >= 2 * 3 * 48:
+                break
+            await asyncio.sleep(0.05)
+        hits = []
+        for turn in range(6):
+            nodes["c"].send(signal.SIGSTOP if turn % 2 == 0 else signal.SIGCONT)
+            until_s = time.monotonic() + 0.6
             while time.monotonic() < until_s:
-                hits.append(await store.read(all_keys[len(hits) % 4]))
-                await asyncio.sleep(0.05)
-        nodes["c"].send(signal.SIGCONT)
-        assert sum(hits) >= 0.9 * 48 * len(hits)
+                hits.append(await store.read(all_keys[len(hits) % 3]))
+                await asyncio.sleep(0.02)
+        assert sum(hits) >= 0.9 * 48 * len(hits), hits
         assert store.slowest_s < 8 * CALL_S

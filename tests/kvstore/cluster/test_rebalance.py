@@ -127,7 +127,7 @@ async def test_many_clients_of_a_new_owner_cost_the_old_one_a_single_fetch(fleet
     a = await fleet.add("a")
     writer = fleet.client()
     salts = range(30)
-    chains_of = [chains.keys(16, salt=salt) for salt in salts]
+    chains_of = [chains.keys(32, salt=salt)[16:] for salt in salts]
     for keys in chains_of:
         await fleet.put(writer, keys)
     b = await fleet.add("b", move_bytes_per_s=CRAWL)

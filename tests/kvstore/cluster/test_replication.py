@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from cedar.kvstore.keys import chain_keys
+
 
 async def on_two(fleet: Any, keys: list[bytes], eventually: Any) -> None:
     await eventually(lambda: all(all(fleet.second(key).ssd.held([key])) for key in keys))
@@ -27,6 +29,32 @@ async def test_three_hits_make_a_copy(fleet: Any, chains: Any, eventually: Any) 
     assert sum(fleet.held_by(cold).values()) == 48
     page_index, tenant, _ = fleet.second(hot[20]).ssd.facts(hot[20])
     assert (page_index, tenant) == (20, b"tenant")
+
+
+async def test_chains_that_part_after_a_hot_beginning(fleet: Any, chains: Any, eventually: Any) -> None:
+    """The common pages get copies and are read from both nodes; what follows lies spread, and is found."""
+    for name in "abc":
+        await fleet.add(name)
+    client = fleet.client()
+    common = list(range(2 * 32))
+    talks = [
+        chain_keys(chains.root(), [*common, *range(1000 * n, 1000 * n + 10 * 32)], [], 32)
+        for n in range(1, 25)
+    ]
+    assert len({keys[1] for keys in talks}) == 1
+    for keys in talks:
+        await fleet.put(client, keys)
+    spread = [sum(fleet.owner(keys[8]) is node for keys in talks) for node in fleet.nodes.values()]
+    assert min(spread) >= 2
+    for keys in talks[:4]:
+        assert await fleet.read(client, keys) == 12
+    await on_two(fleet, talks[0][:2], eventually)
+    assert await fleet.read(client, talks[0]) == 12  # and hears of the copies
+    before = client.counters.copy()
+    for keys in talks:
+        assert await fleet.read(client, keys) == 12
+    assert client.counters["reads_from_copy"] - before["reads_from_copy"] >= 4
+    assert client.counters["reads_failed_over"] == 0
 
 
 async def test_a_dead_owner_costs_nothing_for_hot_chains(fleet: Any, chains: Any, eventually: Any) -> None:
@@ -59,7 +87,10 @@ async def test_growing_hot_chains_and_new_second_holders(fleet: Any, chains: Any
         await fleet.read(client, keys[:20])
     await on_two(fleet, keys[:20], eventually)
     await fleet.put(client, keys[20:])
-    await on_two(fleet, keys, eventually)  # the run that was hot has grown; so has the chain
+    assert sum(fleet.held_by(keys).values()) == 20 + 32, "what is new has not been hit yet"
+    for _ in range(3):
+        await fleet.read(client, keys)
+    await on_two(fleet, keys, eventually)
     for name in "cd":
         await fleet.add(name)
     await fleet.settle()
@@ -99,7 +130,7 @@ async def test_a_damaged_value_is_read_from_the_copy(fleet: Any, chains: Any, ev
     for name in "abc":
         await fleet.add(name)
     client = fleet.client()
-    keys = chains.keys(16)
+    keys = chains.keys(32)[16:]
     await fleet.put(client, keys)
     for _ in range(3):
         await fleet.read(client, keys)
@@ -112,7 +143,7 @@ async def test_a_damaged_value_is_read_from_the_copy(fleet: Any, chains: Any, ev
     assert owner.ssd.get(keys[7]) is None, "found bad, quarantined"
     assert owner.ssd.held(keys).count(False) == 1
     assert (await client.match(chains.root(), keys)).pages == 16
-    client._copied.clear()
+    client._copies._copied.clear()
     assert await fleet.read(client, keys) == 16
     await owner.part.read_through.close()
     assert all(owner.ssd.held(keys)), "and repaired"
@@ -124,7 +155,7 @@ async def test_damage_after_a_restart_is_still_repaired(fleet: Any, chains: Any,
     for name in "ab":
         await fleet.add(name, copy_after_hits=0)
     client = fleet.client()
-    keys = chains.keys(16)
+    keys = chains.keys(32)[16:]
     await fleet.put(client, keys)
     await on_two(fleet, keys, eventually)
     owner = fleet.owner(keys[0])

@@ -107,7 +107,7 @@ async def test_copies_under_way_cannot_bring_a_purged_tenant_back(fleet: Any, ch
     a = await fleet.add("a")
     b = await fleet.add("b")
     client = fleet.client()
-    keys = chains.keys(16)
+    keys = chains.keys(32)[16:]
     await put(fleet, client, keys, A)
     owner, other = (a, b) if fleet.owner(keys[0]) is a else (b, a)
     frames, pages = await owner.part._frames(keys)  # read before the purge, sent after it
@@ -144,7 +144,7 @@ async def test_a_purge_takes_what_is_queued_quarantined_and_of_unknown_owner(fle
 async def test_a_purge_cut_short_is_finished_at_the_next_start(fleet: Any, chains: Any) -> None:
     node = await fleet.add("a")
     client = fleet.client()
-    keys = chains.keys(16)
+    keys = chains.keys(32)[16:]
     await put(fleet, client, keys, A)
     assert node.part.purges.begin(A, 123456)  # and then the process dies
     await fleet.nodes.pop("a").stop(0.1)

@@ -1,0 +1,208 @@
+"""Starts that cannot work: a read-only disk, no descriptors, no memory. One clear line, and no page is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Died, TierStarter
+from .store_child import count, items_of, keys_of, open_tier
+from .store_shim import FailingDisk
+
+CHAINS = 8
+
+
+def filled(directory: Path) -> None:
+    """Several segments."""
+    tier = open_tier(directory)
+    for salt in range(CHAINS):
+        assert tier.put(items_of(salt, 20)).result(30).stored == 20
+    assert tier.stats()["store_segments"] > 1
+    tier.close()
+
+
+def expect_whole(directory: Path) -> None:
+    assert list((directory / "damaged").iterdir()) == []
+    tier = open_tier(directory)
+    for salt in range(CHAINS):
+        assert count(tier, salt, 20) == [20, 0, 0]
+    assert tier.counters["store_segments_damaged"] == 0
+    tier.check_integrity(deep=True)
+    tier.close()
+
+
+def run_node(directory: Path, prefix: str = "", mount: str = "") -> subprocess.CompletedProcess[str]:
+    node = f"{prefix} exec {sys.executable} -m cedar.kvstore.node --directory {directory} --reserve-mib 1"
+    command = ["sh", "-c", node]
+    if mount:
+        command = ["unshare", "-m", "sh", "-c", f"{mount} && {node}"]
+    environment = {**os.environ, "PYTHONPATH": ":".join(part for part in sys.path if part)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("with_data", [False, True], ids=["first start", "with data"])
+def test_a_read_only_disk(with_data: bool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if with_data:
+        filled(disk / "store")
+    mount = f"mount --bind {disk} {disk} && mount -o remount,ro,bind {disk}"
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here: a read-only disk cannot be made")
+    probe = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"a read-only disk cannot be made here: {probe.stderr.strip()}")
+    ended = run_node(disk / "store", mount=mount)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("store node: ")
+    assert os.strerror(errno.EROFS) in last
+    assert "Traceback" not in ended.stderr
+    if with_data:
+        expect_whole(disk / "store")
+
+
+def test_too_few_descriptors(tmp_path: Path) -> None:
+    """A limit that is reached while segments are opened must not send good segments to salvage."""
+    filled(tmp_path / "store")
+    refused = 0
+    for limit in range(8, 64, 4):
+        ended = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(Path(__file__).parent), str(tmp_path / "store"), "NOFILE", str(limit)],
+            capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PYTHONPATH": ":".join(part for part in sys.path if part)},
+        )  # fmt: skip
+        assert ended.stdout in ("whole\n", "refused\n"), (limit, ended.stderr[-1500:])
+        refused += ended.stdout == "refused\n"
+        expect_whole(tmp_path / "store")
+    assert refused
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    refused = 0
+    for mebibytes in (10, 25, 40, 60, 80, 120):  # beyond what the process has before it opens the store
+        ended = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(Path(__file__).parent), str(tmp_path / "store"), "AS", str(mebibytes)],
+            capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PYTHONPATH": ":".join(part for part in sys.path if part)},
+        )  # fmt: skip
+        assert ended.stdout in ("whole\n", "refused\n"), (mebibytes, ended.stderr[-1500:])
+        refused += ended.stdout == "refused\n"
+        expect_whole(tmp_path / "store")
+    assert refused
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+from store_child import count, open_tier
+limit, amount = sys.argv[3], int(sys.argv[4])
+if limit == "AS":
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    amount = taken + (amount << 20)
+resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (amount, amount))
+try:
+    tier = open_tier(Path(sys.argv[2]))
+except (OSError, RuntimeError, MemoryError) as error:
+    print("refused", flush=True)
+    os._exit(0)
+found = [count(tier, salt, 20) for salt in range(8)]
+print("whole" if found == [[20, 0, 0]] * 8 else found, flush=True)
+tier.close()
+"""
+
+
+def test_a_start_that_fails_can_be_repeated_in_the_same_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that was open by then is closed again: LMDB refuses to open a database twice."""
+    from cedar.kvstore import ssd_tier
+
+    filled(tmp_path / "store")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd_tier, "Quarantine", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        for _ in range(3):
+            with pytest.raises(OSError, match="no room"):
+                open_tier(tmp_path / "store")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    expect_whole(tmp_path / "store")
+
+
+def test_damaged_segments_leave_no_descriptors_behind(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    for path in (tmp_path / "store" / "segments").glob("*/data.mdb"):
+        os.truncate(path, path.stat().st_size // 2)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tier = open_tier(tmp_path / "store")
+    for _ in range(400):
+        tier.maintenance.tick()
+        if not list((tmp_path / "store" / "damaged").iterdir()):
+            break
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_segment_that_cannot_be_moved_aside_is_kept(start_tier: TierStarter, disk: FailingDisk) -> None:
+    from .store_shim import NAMES
+
+    tier = start_tier(disk=disk)
+    for salt in range(CHAINS):
+        assert tier("put", salt, 20)["stored"] == 20
+    file = Path(tier("where", 0, 0)[0])
+    tier("close")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    disk.orders.databases_only = 0
+    disk.fail(NAMES, errno.EIO)
+    try:
+        tier = start_tier(disk=disk)
+    except Died as death:
+        assert death.status > 0, "an error, not a signal"
+    disk.heal()
+    assert file.exists() or list(file.parents[2].joinpath("damaged").glob("*/data.mdb"))
+
+
+def test_uses_noted_after_a_torn_end_are_found(tmp_path: Path) -> None:
+    """kill -9 in the middle of an append must not hide the appends that follow in the same file."""
+    from cedar.kvstore.usage_log import UsageLog
+
+    first, second = keys_of(0, 2)
+    log = UsageLog(tmp_path / "uses", period_s=3600.0, keep_s=1e6)
+    log.append({first: 1.0}, 10.0)
+    (path,) = (tmp_path / "uses").iterdir()
+    with open(path, "ab") as file:
+        file.write(b"\1\0\0\0" + b"torn")
+    assert dict(log.read()) == {first: 1.0}
+    log.append({second: 2.0}, 11.0)
+    assert dict(log.read()) == {first: 1.0, second: 2.0}
+
+
+def test_unsynced_data_of_an_earlier_process_is_synced_before_the_mark_goes(
+    start_tier: TierStarter, disk: FailingDisk, tmp_path: Path
+) -> None:
+    from .store_shim import SYNC
+
+    tier = start_tier(durability="none")
+    assert tier("put", 0, 4)["stored"] == 4
+    tier.kill()
+    tier = start_tier(disk=disk)  # with durability "batch" from now on
+    assert (tmp_path / "store" / "volatile").exists()
+    disk.fail(SYNC, errno.EIO)
+    tier("close")
+    assert disk.orders.hits, "it tried"
+    assert (tmp_path / "store" / "volatile").exists(), "and did not claim what it could not do"
+    disk.heal()
+    tier = start_tier()
+    assert tier("get", 0, 4) == [4, 0, 0]
+    tier("close")
+    assert not (tmp_path / "store" / "volatile").exists()

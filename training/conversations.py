@@ -1,0 +1,90 @@
+"""Conversations of a wanted length: hidden facts asked for over several turns, mixed with other tasks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cedar.training.image_tasks import IMAGE_TURNS
+from cedar.training.text_tasks import TEXT_TURNS, Turn, filler, make_facts
+
+Measure = Callable[[str], int]
+"""Tokens of a text."""
+
+TURN_OVERHEAD = 4  # control tokens of a turn, and room for a border merge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a training conversation is made of. `facts` hidden at most; `images`: share of picture turns."""
+
+    facts: int = 8
+    images: float = 0.25
+    text: float = 0.35
+    reserve: float = 0.45  # share of the length kept for turns after the first
+
+
+def hide(rng: random.Random, statements: list[str], tokens: int, measure: Measure) -> str:
+    """A text of at most `tokens` tokens with the statements at random places among filler sentences."""
+    left = tokens - sum(measure(" " + statement) for statement in statements)
+    sentences: list[str] = []
+    for sentence in filler(rng):
+        left -= measure(" " + sentence)
+        if left < 0:
+            break
+        sentences.append(sentence)
+    for statement in statements:
+        sentences.insert(rng.randint(0, len(sentences)), statement)
+    return " ".join(sentences)
+
+
+def recall_conversation(
+    rng: random.Random, tokens: int, needles: int, questions: int, measure: Measure
+) -> list[Turn]:
+    """`needles` facts in filler of about `tokens` tokens in all, then `questions` of them, one a turn."""
+    facts = make_facts(rng, needles)
+    asked = rng.sample(facts, min(questions, needles))
+    turns = [fact.turn for fact in asked]
+    used = sum(turn_tokens(turn, measure) for turn in turns)
+    text = hide(rng, [fact.statement for fact in facts], max(0, tokens - used - TURN_OVERHEAD), measure)
+    first = turns[0]
+    return [Turn(first.kind, f"{text} {first.question}", first.answer), *turns[1:]]
+
+
+def training_conversation(
+    rng: random.Random, tokens: int, measure: Measure, mixture: Mixture, image_span: int
+) -> list[Turn]:
+    """A conversation that fills `tokens` tokens: facts in filler, then turns until the room is used.
+
+    Every fact is asked for at most once, between other text and picture tasks.
+    """
+    needles = rng.randint(1, mixture.facts)
+    facts = make_facts(rng, needles)
+    reserve = min(int(tokens * mixture.reserve), 600) if needles else tokens
+    text = hide(rng, [fact.statement for fact in facts], max(60, tokens - reserve), measure)
+    waiting = [fact.turn for fact in rng.sample(facts, needles)]
+    first = waiting.pop()
+    turns = [Turn(first.kind, f"{text} {first.question}", first.answer)]
+    left = tokens - turn_tokens(turns[0], measure) - TURN_OVERHEAD
+    while True:
+        turn = _next_turn(rng, mixture, waiting)
+        left -= turn_tokens(turn, measure) + len(turn.images) * image_span
+        if left < 0:
+            return turns
+        turns.append(turn)
+
+
+def turn_tokens(turn: Turn, measure: Measure) -> int:
+    """Tokens of a turn without its images."""
+    return measure(turn.question) + measure(turn.answer) + TURN_OVERHEAD
+
+
+def _next_turn(rng: random.Random, mixture: Mixture, waiting: list[Turn]) -> Turn:
+    """The next question; facts that wait to be asked for are taken out of `waiting`."""
+    draw = rng.random()
+    if waiting and draw > mixture.images + mixture.text:
+        return waiting.pop()
+    if draw * (mixture.images + mixture.text) < mixture.images:
+        return rng.choice(IMAGE_TURNS)(rng)
+    return rng.choice(TEXT_TURNS)(rng)
