@@ -27,4 +27,8 @@ def engram_gate(
     c.expect("q_weight", q_weight, "hc d", torch.bfloat16)
     c.expect("k_weight", k_weight, "hc d", torch.bfloat16)
     c.expect("is_image", is_image, "N", torch.bool)
+    if x.is_cuda:
+        from cedar.kernels import engram_gate_triton
+
+        return engram_gate_triton.engram_gate(x, key, value, q_weight, k_weight, is_image, eps)
     return engram_gate_ref.engram_gate(x, key, value, q_weight, k_weight, is_image, eps)

@@ -14,6 +14,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     c.expect("gate", gate, "... I", torch.bfloat16)
     c.expect("up", up, "... I", torch.bfloat16)
     c.require("up", up.shape == gate.shape, f"must have gate's shape {list(gate.shape)}")
+    if gate.is_cuda:
+        from cedar.kernels import experts_triton
+
+        return experts_triton.swiglu(gate, up, limit)
     return experts_ref.swiglu(gate, up, limit)
 
 
@@ -67,4 +71,9 @@ def grouped_experts(
     if ids.shape[0] == 0:
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     packed = ((w1, w1_scale), (w3, w3_scale), (w2, w2_scale))
+    if x.is_cuda:
+        from cedar.kernels import experts_triton
+
+        stacked = tuple((payload.contiguous(), scale.contiguous()) for payload, scale in packed)
+        return experts_triton.grouped_experts(x, ids, weights, stacked, limit)
     return experts_ref.grouped_experts(x, ids, weights, packed, expanded, limit)

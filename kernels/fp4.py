@@ -20,6 +20,10 @@ def pack_fp4_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     c = Contract("pack_fp4_e4m3")
     c.expect("x", x, "... C", torch.bfloat16)
     c.divisible("x", "C", fp4_ref.E4M3_GROUP)
+    if _has_kernel(x):
+        from cedar.kernels import compress_triton
+
+        return compress_triton.pack_fp4(x, e4m3=True)
     return fp4_ref.pack_e4m3(x)
 
 
@@ -37,6 +41,10 @@ def pack_fp4_e8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     c = Contract("pack_fp4_e8m0")
     c.expect("x", x, "... C", torch.bfloat16)
     c.divisible("x", "C", fp4_ref.E8M0_GROUP)
+    if _has_kernel(x):
+        from cedar.kernels import compress_triton
+
+        return compress_triton.pack_fp4(x, e4m3=False)
     return fp4_ref.pack_e8m0(x)
 
 
@@ -46,6 +54,11 @@ def unpack_fp4_e8m0(
     """bf16(q * scale) [..., C], as `dtype`, of payload uint8 [..., C/2] and E8M0 scales uint8 [..., C/32]."""
     _check_packed("unpack_fp4_e8m0", payload, scales, "... C/32")
     return fp4_ref.unpack_e8m0(payload, scales, dtype)
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    """Whether the packers' kernel takes x: on a GPU, rows of a power of two."""
+    return x.is_cuda and x.shape[-1].bit_count() == 1
 
 
 def _check_packed(operation: str, payload: torch.Tensor, scales: torch.Tensor, scale_shape: str) -> None:

@@ -16,4 +16,8 @@ def grouped_output(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     c = Contract("grouped_output")
     c.expect("o", o, "N G C", torch.bfloat16)
     c.expect("weight", weight, "G r C", torch.bfloat16, torch.float64)
+    if o.is_cuda and weight.dtype == torch.bfloat16:
+        from cedar.kernels import linear_triton
+
+        return linear_triton.grouped_output(o, weight)
     return grouped_output_ref.grouped_output(o, weight)

@@ -36,6 +36,13 @@ def index_scores(
         most = int(visible.max()) if visible.numel() else 0
         c.require("width", width is None or width >= most, f"is {width}, below the greatest visible, {most}")
         width = most if width is None else width
+    if q_payload.is_cuda and _has_kernel(q_payload):
+        from cedar.kernels import index_scores_triton
+
+        planes = (payload_plane, scale_plane)
+        return index_scores_triton.scores(
+            q_payload, q_scales, weights, pages, planes, page_table, seq, visible, width
+        )[0]
     q = fp4_ref.unpack_e8m0(q_payload, q_scales, torch.float64)
     planes = (payload_plane, scale_plane)
     return index_scores_ref.scores(
@@ -70,11 +77,24 @@ def index_scores_gathered(
         seq,
     )
     c.expect("candidates", candidates, "N C", *INDEX_TYPES)
+    if q_payload.is_cuda and _has_kernel(q_payload):
+        from cedar.kernels import index_scores_triton
+
+        planes = (payload_plane, scale_plane)
+        return index_scores_triton.scores(
+            q_payload, q_scales, weights, pages, planes, page_table, seq, seq, candidates.shape[1],
+            entries=candidates,
+        )[0]  # fmt: skip
     q = fp4_ref.unpack_e8m0(q_payload, q_scales, torch.float64)
     planes = (payload_plane, scale_plane)
     return index_scores_ref.scores_gathered(
         q, weights.to(torch.float64), pages, planes, page_table, seq, candidates
     )
+
+
+def _has_kernel(q_payload: torch.Tensor) -> bool:
+    """Whether the kernel takes these queries: heads of a power of two channels, 32 or more."""
+    return q_payload.shape[-1] >= 16 and q_payload.shape[-1].bit_count() == 1
 
 
 def _check(

@@ -23,6 +23,10 @@ def linear_fp8(
     c.expect("scale", scale, "ceil(O/32) ceil(I/32)", torch.uint8)
     c.expect("x", x, "... I", torch.bfloat16)
     c.divisible("x", "I", fp8_ref.GROUP)
+    if x.is_cuda:
+        from cedar.kernels import linear_triton
+
+        return linear_triton.linear_fp8(x, weight, scale)
     if expanded is None:
         expanded = fp8_ref.expand_blocks(weight, scale, torch.float64)
     else:
@@ -40,4 +44,8 @@ def linear_dense(
     c = Contract("linear_dense")
     c.expect("weight", weight, "O I", *FLOATS)
     c.expect("x", x, "... I", *FLOATS)
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and out_dtype != torch.float64:
+        from cedar.kernels import linear_triton
+
+        return linear_triton.linear_bf16(x, weight, out_dtype)
     return linear_ref.linear_dense(x, weight, out_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from cedar.kernels import mhc_ref
 from cedar.kernels.contract import Contract
+from cedar.kernels.norm import rms_norm
 
 
 def mhc_mix(
@@ -30,6 +31,10 @@ def mhc_mix(
     c.expect("scale", scale, "3", torch.float32)
     c.expect("base", base, "mixes", torch.float32)
     c.require("iters", iters > 0, f"must be positive, got {iters}")
+    if x.is_cuda and hc == 4:
+        from cedar.kernels import mhc_triton
+
+        return mhc_triton.mix(x, fn.to(torch.float32), scale, base, eps, hc_eps, iters)
     return mhc_ref.mix(x, fn, scale, base, eps, hc_eps, iters)
 
 
@@ -38,6 +43,10 @@ def mhc_collapse(x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     c = Contract("mhc_collapse")
     c.expect("x", x, "N hc d", torch.bfloat16)
     c.expect("pre", pre, "N hc", torch.float32)
+    if x.is_cuda and x.shape[1] == 4:
+        from cedar.kernels import mhc_triton
+
+        return mhc_triton.boundary(x, None, pre)[1]
     return mhc_ref.collapse(x, pre)
 
 
@@ -51,4 +60,36 @@ def mhc_expand(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch
     c.expect("y", y, "N d", torch.bfloat16)
     c.expect("post", post, "N hc", torch.float32)
     c.expect("comb", comb, "N hc hc", torch.float32)
+    if x.is_cuda and x.shape[1] == 4:
+        from cedar.kernels import mhc_triton
+
+        return mhc_triton.boundary(x, (y, post, comb))[0]
     return mhc_ref.expand(x, y, post, comb)
+
+
+def mhc_boundary(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between two sublayers, one launch on a GPU: (X' [N, hc, d], norm(collapse(X', pre)) [N, d]), bf16.
+
+    The same as `mhc_expand`, `mhc_collapse` of the result with the pre handed in, `rms_norm` of that.
+    """
+    if x.is_cuda and x.shape[1] == 4:
+        from cedar.kernels import mhc_triton
+
+        c = Contract("mhc_boundary")
+        c.expect("x", x, "N hc d", torch.bfloat16)
+        c.expect("y", y, "N d", torch.bfloat16)
+        c.expect("post", post, "N hc", torch.float32)
+        c.expect("comb", comb, "N hc hc", torch.float32)
+        c.expect("pre", pre, "N hc", torch.float32)
+        c.expect("norm_weight", norm_weight, "d", torch.bfloat16)
+        return mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
+    streams = mhc_expand(x, y, post, comb)
+    return streams, rms_norm(mhc_collapse(streams, pre), norm_weight, eps)

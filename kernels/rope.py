@@ -42,3 +42,12 @@ def apply_rope(
     )
     c.require("x", x.shape[-1] >= 2 * freqs.shape[0], f"has {x.shape[-1]} channels, fewer than freqs turns")
     return rope_ref.rotate(x, positions, freqs, inverse)
+
+
+def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) fp32 [N, R/2] of positions int64 [N]: made once a step, used by every layer of one base."""
+    c = Contract("rope_table")
+    c.expect("freqs", freqs, "F", torch.float32)
+    c.expect("positions", positions, "N", torch.int64)
+    angles = positions.to(torch.float32).unsqueeze(-1) * freqs
+    return torch.cos(angles), torch.sin(angles)

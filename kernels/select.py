@@ -19,6 +19,10 @@ def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     c = Contract("top_k")
     c.expect("scores", scores, "N M", *SCORES)
     c.require("k", k > 0, f"must be positive, got {k}")
+    if scores.is_cuda:
+        from cedar.kernels import select_triton
+
+        return select_triton.top_k(scores.to(torch.float32), k)
     return select_ref.top_k(scores, k)
 
 
@@ -35,6 +39,10 @@ def candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, block: int, ke
     c.require("block", block > 0, f"must be positive, got {block}")
     c.require("keep", keep > 0, f"must be positive, got {keep}")
     check_range("candidate_blocks: visible", visible, 0, c.dims["M"] + 1)
+    if scores.is_cuda:
+        from cedar.kernels import select_triton
+
+        return select_triton.candidate_blocks(scores.to(torch.float32), visible, block, keep)
     return select_ref.candidate_blocks(scores, visible, block, keep)
 
 
@@ -47,6 +55,10 @@ def block_positions(blocks: torch.Tensor, block: int, visible: torch.Tensor) -> 
     c.expect("blocks", blocks, "N K", torch.int32)
     c.expect("visible", visible, "N", *INDEX_TYPES)
     c.require("block", block > 0, f"must be positive, got {block}")
+    if blocks.is_cuda:
+        from cedar.kernels import select_triton
+
+        return select_triton.block_positions(blocks, block, visible)
     return select_ref.block_positions(blocks, block, visible)
 
 
@@ -58,4 +70,8 @@ def take_candidates(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Te
     c = Contract("take_candidates")
     c.expect("candidates", candidates, "N C", torch.int32)
     c.expect("columns", columns, "N K", torch.int32)
+    if candidates.is_cuda:
+        from cedar.kernels import select_triton
+
+        return select_triton.take(candidates, columns)
     return select_ref.take(candidates, columns)

@@ -304,7 +304,7 @@ class StoreClient:
         if code == grpc.StatusCode.NOT_FOUND:
             self._breaker.succeeded()
             return
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or _status_lost(error):
             self.counters["store_busy"] += 1
             return
         self.counters["store_failures"] += 1
@@ -316,7 +316,7 @@ class StoreClient:
     def _put_failed(self, error: Exception, pages: int) -> PutCounts:
         self._failed("put_pages", error)
         code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or _status_lost(error):
             return PutCounts(refused=pages, reason="busy", retry_after_s=_retry_after_s(error))
         late = code == grpc.StatusCode.DEADLINE_EXCEEDED or isinstance(error, TimeoutError)
         if code == grpc.StatusCode.INVALID_ARGUMENT:
@@ -328,6 +328,16 @@ def _expect_keys(keys: Sequence[bytes]) -> None:
     for length in set(map(len, keys)):
         if length != KEY_BYTES:
             raise InvalidRequest("key", f"{length} bytes", f"must be {KEY_BYTES} bytes")
+
+
+def _status_lost(error: Exception) -> bool:
+    """The store ended a call that was still being written: gRPC's asyncio client may then lose the status.
+
+    It was refused, most likely because the store is busy; in any case the store is alive.
+    """
+    if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.INTERNAL:
+        return False
+    return error.details() == "Internal error from Core"
 
 
 def _own_cancellation() -> bool:

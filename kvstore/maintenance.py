@@ -215,17 +215,23 @@ class Maintenance:
 
     def _carry(self, keys: Sequence[bytes]) -> bool:
         """Copy pages into the open segment, some in each commit; False when the tier takes no puts now."""
-        for start in range(0, len(keys), CARRIED_TOGETHER):
+        start, together = 0, CARRIED_TOGETHER
+        while start < len(keys):
             items = []
-            for key in keys[start : start + CARRIED_TOGETHER]:
+            for key in keys[start : start + together]:
                 entry = self._index.get(key)
                 value = self._read(key)
                 if entry is not None and value is not None:
                     items.append(PutItem(key, value, entry.page_index, entry.tenant, entry.used_s))
             try:
-                if self._writer.submit(items, carry=True).result(_COMMIT_TIMEOUT_S).refused:
-                    return False
+                refused = self._writer.submit(items, carry=True).result(_COMMIT_TIMEOUT_S).refused
             except (Refused, StoreClosed, FutureTimeout):
+                return False
+            if not refused:
+                start += together
+            elif together > 1:
+                together = 1  # there may be room for some
+            else:
                 return False
         return True
 

@@ -2,7 +2,7 @@
 
 A put is acknowledged when it is durable on the owner; copies come later and are never waited for. A page that
 was read ``copy_after_hits`` times lives on ``copies`` nodes; when the second holder changes, it is copied to
-the new one.
+the new one. What a client put here because the owner was away goes to the owner in the same way.
 """
 
 from __future__ import annotations
@@ -88,13 +88,15 @@ class Replication:
                 self._grown(run.tag, hot)
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """These pages have been put here by a client."""
-        if self._config.copy_after_hits == 0 and not self._alone:
-            for run in runs_of(keys):
+        """These pages have been put here by a client; if their owner did not take them, it gets them now."""
+        members = self._feed.current
+        for run in runs_of(keys) if len(members.members) > 1 else ():
+            owner = members.owner(run.tag)
+            if self._config.copy_after_hits == 0 or (owner is not None and owner.node_id != self._node_id):
                 self._grown(run.tag, keys[run.start : run.end])
 
     def copied(self, key: bytes) -> Member | None:
-        """The node that holds a copy of a page of which this one is the owner."""
+        """The node that is known to hold a page of this one too."""
         state = self._runs.get(run_of(key))
         if state is not None:
             for target in self._targets(run_of(key)):
@@ -171,10 +173,10 @@ class Replication:
         return True
 
     def _targets(self, tag: bytes) -> list[Member]:
+        """Who else should have what is hot here: the next holders, or the owner if this node is not."""
         holders = self._feed.current.holders(tag)
-        if not holders or holders[0].node_id != self._node_id:
-            return []
-        return holders[1 : self._config.copies]
+        mine = bool(holders) and holders[0].node_id == self._node_id
+        return holders[1 : self._config.copies] if mine else holders[:1]
 
     @property
     def _alone(self) -> bool:

@@ -253,8 +253,8 @@ class Segment:
         path, durable = self.path, self._durable
         try:
             self._env = lmdb.open(
-                str(path), map_size=self._map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS, mode=0o600,
-                readahead=False, writemap=False, sync=durable, metasync=durable, meminit=True,
+                str(path), map_size=self._map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS,
+                mode=0o600, readahead=False, writemap=False, sync=durable, metasync=durable, meminit=True,
                 max_spare_txns=0,
             )  # fmt: skip
         except (lmdb.Error, OSError) as error:

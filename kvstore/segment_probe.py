@@ -1,4 +1,4 @@
-"""Opens a segment in a process of its own, which a broken file may kill: ``python -m cedar.kvstore.segment_probe``.
+"""Opens a segment in a process of its own, which a broken file may kill.
 
 A start that was killed while it opened a segment may have been killed by the segment (a sector of its tree
 that cannot be read is a SIGBUS), or by an impatient operator. This tells one from the other.

@@ -21,12 +21,12 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import venv
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-PACKAGE_FOLDERS = ("proto", "kernels", "model", "kvstore", "actors", "cluster", "ops", "configs")
 SOURCE_SUFFIXES = (".py", ".pyi", ".proto", ".yaml", ".json")
 STAMP = "cedar-install.json"
 LOG = "install.log"
@@ -71,10 +71,16 @@ def digest(parts: Iterable[bytes]) -> str:
     return state.hexdigest()[:32]
 
 
+def package_folders(root: Path) -> list[str]:
+    """Folders at the root that hold packages, as the project file lists them, sorted."""
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    return sorted({folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()})
+
+
 def source_files(root: Path) -> list[str]:
-    """Paths of every file that the package holds, relative to ``root``, sorted."""
+    """Paths of every file that the packages hold, relative to ``root``, sorted."""
     found: list[str] = []
-    for folder in PACKAGE_FOLDERS:
+    for folder in package_folders(root):
         for path in (root / folder).rglob("*"):
             if path.suffix in SOURCE_SUFFIXES or path.name == "py.typed":
                 found.append(path.relative_to(root).as_posix())

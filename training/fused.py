@@ -46,7 +46,7 @@ def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return (wide(x) @ wide(weight).T).float()
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_unfused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     inner = wide(x)
     scale = torch.rsqrt(inner.square().mean(-1, keepdim=True) + eps)
     return (inner * scale * weight.to(torch.bfloat16)).to(x.dtype)
@@ -61,7 +61,7 @@ def _collapse(x: Tensor, pre: Tensor) -> Tensor:
 
 
 def _collapse_norm(x: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rms_norm(_collapse(x, pre), weight, eps)
+    return rms_norm_unfused(_collapse(x, pre), weight, eps)
 
 
 def _expand(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _masked_softmax(
     return (low / total).to(window.dtype), (high / total).to(window.dtype)
 
 
-rms_norm = fusable(_rms_norm)
+rms_norm = fusable(rms_norm_unfused)
 collapse = fusable(_collapse)
 collapse_norm = fusable(_collapse_norm)
 expand = fusable(_expand)
@@ -154,4 +154,4 @@ rotate = fusable(_rotate)
 swiglu = fusable(_swiglu)
 swiglu_weighted = fusable(_swiglu_weighted)
 engram_gate = fusable(_engram_gate)
-masked_softmax = fusable(_masked_softmax)
+masked_softmax = fusable(_masked_softmax, dynamic=True)

@@ -26,7 +26,7 @@ def _weigh(products: Tensor, weights: Tensor) -> Tensor:
     return (products.relu().to(weights.dtype) * weights.unsqueeze(-1)).sum(2)
 
 
-weigh = fusable(_weigh)
+weigh = fusable(_weigh, dynamic=True)
 
 
 class Indexer(nn.Module):

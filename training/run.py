@@ -26,6 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cedar.training.run", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the log, the state and the checkpoint go")
     parser.add_argument("--seconds", type=float, default=420.0, help="time of the backbone's training")
+    parser.add_argument("--steps", type=int, default=0, help="progress by steps instead of time")
+    parser.add_argument("--log-every", type=int, default=None, help="steps between log lines")
     parser.add_argument("--draft-seconds", type=float, default=60.0, help="time of the draft stages' training")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch")
     parser.add_argument("--lr", type=float, default=None, help="learning rate of matrices")
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
+    torch._dynamo.config.recompile_limit = 64
     torch.backends.cuda.matmul.allow_tf32 = True
     assets = make_assets(narrow=bool(arguments.smoke), seed=0)
     if arguments.smoke:
@@ -50,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         settings = full_settings(arguments.seconds, arguments.tokens, arguments.workers)
     changes: dict[str, Any] = {"seed": arguments.seed}
-    if arguments.lr is not None:
-        changes["lr"] = arguments.lr
+    for name in ("lr", "log_every"):
+        if getattr(arguments, name) is not None:
+            changes[name] = getattr(arguments, name)
+    if arguments.steps:
+        changes["steps"] = arguments.steps
     settings = settings.with_changes(**changes)
     device = torch.device(arguments.device)
     trainer = Trainer(assets, settings, folder, device, resume=arguments.resume)

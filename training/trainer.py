@@ -78,7 +78,7 @@ class Trainer:
                 phase = wanted
                 del batches
                 batches = self.batches(phase)
-                self.log({"phase": phase.name, "step": self.step, "elapsed_s": self.elapsed_s})
+                self.log({"phase": phase.name, "step": self.step, "elapsed_s": self.elapsed_s, **self._peak()})
             self._train(next(batches), phase)
             self.elapsed_s = before + time.monotonic() - begun
             now = time.monotonic()
@@ -146,6 +146,14 @@ class Trainer:
             gate.balance(settings.balance_rate * rate)
         self.step += 1
         self._note({**losses, "selection": selection, "grad": norm}, phase, batch, rate)
+
+    def _peak(self) -> dict[str, float]:
+        """Most device memory used since the last call, GiB."""
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return {"peak_gib": peak}
 
     def _note(self, values: dict[str, Tensor], phase: Phase, batch: Batch, rate: float) -> None:
         for name, value in values.items():

@@ -22,6 +22,10 @@ FAMILIES = {
     "attention": "cedar.ops.bench.kernel_cases_attention:attention_cases",
     "index": "cedar.ops.bench.kernel_cases_attention:index_cases",
     "select": "cedar.ops.bench.kernel_cases_attention:select_cases",
+    "experts": "cedar.ops.bench.kernel_cases_layers:expert_cases",
+    "linear": "cedar.ops.bench.kernel_cases_layers:linear_cases",
+    "cache": "cedar.ops.bench.kernel_cases_layers:cache_cases",
+    "small": "cedar.ops.bench.kernel_cases_layers:small_cases",
 }
 FAMILY_TIMEOUT_S = 240
 

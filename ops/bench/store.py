@@ -55,12 +55,8 @@ def machine() -> str:
 
 def markdown(figures: Sequence[Figure], about: str) -> str:
     """The report as a table."""
-    lines = [
-        about,
-        "",
-        "| figure | predicted | measured (quartiles) | limit | met | beside |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = "| figure | predicted | measured (quartiles) | limit | met | beside |"
+    lines = [about, "", head, "|---|---|---|---|---|---|"]
     for row in figures:
         sign = "at least" if row.at_least else "at most"
         limit = "-" if row.limit is None else f"{sign} {row.limit:g}"
@@ -88,10 +84,8 @@ def main(argv: list[str] | None = None) -> int:
             found = known[name](Path(directory))
         for row in found:
             mark = "     " if row.limit is None else "met  " if row.met else "MISS "
-            print(
-                f"  {mark}{row.ratio:8.3f}  ({row.spread[0]:.3f} to {row.spread[1]:.3f})  {row.name}",
-                flush=True,
-            )
+            quartiles = f"({row.spread[0]:.3f} to {row.spread[1]:.3f})"
+            print(f"  {mark}{row.ratio:8.3f}  {quartiles}  {row.name}", flush=True)
         figures += found
     about = f"{machine()}; {time.strftime('%Y-%m-%d')}; load {os.getloadavg()[0]:.1f}"
     print(about)

@@ -1,19 +1,21 @@
-"""The same pages through a peer on the same machine: Redis, with its own Python client where that is installed.
+"""The same pages through peers on the same machine: Redis, by its own Python client too, and Mooncake.
 
-Get: 64 pages, pipelined, each verified on arrival on both sides. Put: 16 pages, acknowledged when durable
-(Redis: appendonly, appendfsync always). Redis keeps its values in memory; the node has them on disk and in
-the page cache.
+Get: 64 pages, pipelined, each verified on arrival (with Mooncake neither side verifies more than it does by
+itself). Put: 16 pages, acknowledged when durable (Redis: appendonly, appendfsync always); Mooncake's are in
+memory only, so its put is no peer of a durable one. Both peers serve from memory, the node from LMDB.
+Mooncake (TCP, fetched from another process) is found by ``CEDAR_BENCH_MOONCAKE``: a Python that imports it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,12 +50,103 @@ class RedisClient(Protocol):
 
 
 def peers(directory: Path, *, repeats: int = 15) -> list[Figure]:
-    """Ratios to each Redis client there is; nothing when Redis is not installed."""
-    if shutil.which("redis-server") is None:
-        return []
-    (directory / "redis").mkdir()
-    with node(directory / "node") as at, redis(directory / "redis") as port:
-        return asyncio.run(_against_redis(at, port, repeats))
+    """Ratios to each peer that is installed."""
+    figures: list[Figure] = []
+    if shutil.which("redis-server") is not None:
+        (directory / "redis").mkdir()
+        with node(directory / "node") as at, redis(directory / "redis") as port:
+            figures += asyncio.run(_against_redis(at, port, repeats))
+    python = os.environ.get("CEDAR_BENCH_MOONCAKE")
+    if python:
+        with node(directory / "node2") as at, mooncake(python) as ask:
+            figures += asyncio.run(_against_mooncake(at, ask, repeats))
+    return figures
+
+
+async def _against_mooncake(
+    at: str, ask: Callable[[str, Sequence[bytes]], float], repeats: int
+) -> list[Figure]:
+    keys = bench_keys(PAGES)
+    store = StoreClient(at, fingerprint=FINGERPRINT)
+    for start in range(0, PAGES, BATCH):
+        chunk = keys[start : start + BATCH]
+        await store.put_pages(chunk, [bench_value(key) for key in chunk], first_page=start)
+    ask("put", keys)
+
+    async def get_from_node() -> None:
+        async for _ in store.get_pages(keys):
+            pass
+
+    cases: dict[str, Case] = {
+        "node": lambda: seconds(get_from_node()),
+        "Mooncake": lambda: asyncio.to_thread(ask, "get", keys),
+    }
+    await interleaved(cases, 2)
+    results = await interleaved(cases, repeats)
+    await store.close()
+    rates = {f"{name}_MB_s": megabytes_per_s(PAGES * VALUE_BYTES, results[name]) for name in cases}
+    return [
+        figure(
+            f"get of {PAGES} pages: node, verified / Mooncake store over TCP",
+            speed_ratios(results, "node", "Mooncake"),
+            predicted=1.2,
+            limit=1.0,
+            details=rates,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def mooncake(python: str) -> Iterator[Callable[[str, Sequence[bytes]], float]]:
+    """A Mooncake store; how long it takes to put or get values."""
+    master = f"127.0.0.1:{free_port()}"
+    binary = str(Path(python).parent / "mooncake_master")
+    script = str(Path(__file__).parent / "store_mooncake.py")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with contextlib.ExitStack() as stack:
+        server = subprocess.Popen([binary, f"--port={master.rpartition(':')[2]}"], **quiet)
+        stack.callback(server.wait, 30)
+        stack.callback(server.terminate)
+        time.sleep(1.5)
+        roles = {}
+        for role in ("serve", "client"):
+            child = subprocess.Popen(
+                [python, script, role, master], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+            stack.callback(_end, child)
+            roles[role] = child
+            assert child.stdout is not None
+            while child.stdout.readline().strip() != "ready":
+                if child.poll() is not None:
+                    raise RuntimeError(f"Mooncake's {role} process has ended")
+        client = roles["client"]
+
+        def ask(verb: str, keys: Sequence[bytes]) -> float:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            client.stdin.write(" ".join([verb, str(VALUE_BYTES), *(key.hex() for key in keys)]) + "\n")
+            client.stdin.flush()
+            took_s = float(client.stdout.readline())
+            if took_s < 0:
+                raise RuntimeError(f"Mooncake: {verb} failed")
+            return took_s
+
+        yield ask
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        pipe.close()
+    child.wait(30)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 async def _against_redis(at: str, port: int, repeats: int) -> list[Figure]:
@@ -122,9 +215,7 @@ async def _against_redis(at: str, port: int, repeats: int) -> list[Figure]:
 @contextlib.contextmanager
 def redis(directory: Path) -> Iterator[int]:
     """A Redis that writes every batch to disk before it answers; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir", str(directory)]
     child = subprocess.Popen(
         ["redis-server", "--bind", "127.0.0.1", "--port", str(port), *options], stdout=subprocess.DEVNULL

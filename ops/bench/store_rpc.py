@@ -112,8 +112,8 @@ async def _loopback(at: str, bare: str, pages: int, repeats: int) -> list[Figure
         grpc.aio.insecure_channel(bare, options=channel_options()) as to_bare,
         grpc.aio.insecure_channel(at, options=channel_options()) as to_node,
     ):
-        stream = to_bare.unary_stream(f"/{BARE}/Stream")
-        empty = to_bare.unary_unary(f"/{BARE}/Empty")
+        stream: Any = to_bare.unary_stream(f"/{BARE}/Stream")
+        empty: Any = to_bare.unary_unary(f"/{BARE}/Empty")
         stub = ServiceStub(to_node, STORE)
         request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
         frames = str(pages // FRAME_PAGES).encode()

@@ -1,4 +1,4 @@
-"""A long life in minutes: a million puts, gets and expiries; memory must stay flat and files within the limit.
+"""A long life in minutes: a million puts, gets and expiries; memory stays flat, files within the limit.
 
 Pages are small (4 KiB values) and the store's clock is turned by hand, so that an hour's worth of turnover
 takes minutes: what grows with operations grows here as it would there.
@@ -63,9 +63,9 @@ def soak(
             gets += CHAIN
         done = gets + puts + int(tier.counters["store_pages_evicted_expired"])
         done += int(tier.counters["store_pages_evicted_capacity"])
-        clock.advance(4.0 if salt % 500 < 250 else 32.0)  # now room is short, now time
+        clock.advance(2.0 if salt % 500 < 250 else 120.0)  # now room is short, now time
         tier.maintenance.tick()
-        if salt % 12 == 0:
+        if salt % 6 == 0:
             highest = max(highest, int(tier.stats()["store_disk_bytes"]))
             resident.append((done, resident_bytes()))
             if told is not None and salt % 120 == 0:
@@ -74,9 +74,10 @@ def soak(
     tier.check_integrity()
     expired, evicted = (tier.counters[f"store_pages_evicted_{why}"] for why in ("expired", "capacity"))
     tier.close()
-    # Memory is full of what it is meant to hold after a fifth; from there on nothing may be added.
-    early = [size for at, size in resident if 0.2 * done <= at <= 0.3 * done]
-    late = [size for at, size in resident if at >= 0.9 * done]
+    # By two fifths memory is full of what it is meant to hold; from there on nothing may be added.
+    sizes = [size for _, size in resident]
+    early = sizes[2 * len(sizes) // 5 : len(sizes) // 2 + 1]
+    late = sizes[9 * len(sizes) // 10 :]
     growth = (sum(late) / len(late)) / (sum(early) / len(early)) - 1
     details = {
         "operations": float(done), "seconds": seconds, "puts": float(puts), "gets": float(gets),
@@ -104,7 +105,7 @@ def soak(
 
 
 def resident_bytes() -> int:
-    """Private memory of this process: mapped files are the kernel's, and freed blocks are given back first."""
+    """Private memory of this process: mapped files are the kernel's; freed blocks are given back first."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     for line in Path("/proc/self/status").read_text().splitlines():

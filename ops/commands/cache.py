@@ -84,7 +84,7 @@ def _add_views(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     explain.add_argument("prompt", help="the prompt's text")
     _add_prompt_form(explain)
-    explain.add_argument("--image", action="append", default=[], type=Path, metavar="FILE")
+    explain.add_argument("--image", action="append", default=[], type=Path, metavar="FILE", help="repeatable")
     explain.add_argument("--system", metavar="TEXT", help="a system message before it")
     explain.add_argument("--conversation", type=Path, metavar="FILE", help="as of cedar generate")
     explain.add_argument("--thinking", action="store_true", help="as of cedar generate")

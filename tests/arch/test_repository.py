@@ -9,12 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cedar.ops import stubs
+from cedar.ops import bootstrap, stubs
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-PACKAGE_FOLDERS = ("proto", "kernels", "model", "kvstore", "actors", "cluster", "ops", "configs")
+PACKAGE_FOLDERS = bootstrap.package_folders(ROOT)
 MAXIMUM_LINES = 500
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 

@@ -13,9 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from cedar.ops import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("proto", "kernels", "model", "kvstore", "actors", "cluster", "ops", "configs")
+FOLDERS = bootstrap.package_folders(ROOT)
 DATA_SUFFIXES = (".py", ".pyi", ".proto", ".yaml", ".json")
 
 

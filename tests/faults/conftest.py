@@ -91,7 +91,9 @@ def start_tier(tmp_path: Path) -> Iterator[TierStarter]:
     """Start a tier in ``directory`` (default: always the same), on a ``disk`` that may fail."""
     started: list[TierProcess] = []
 
-    def start(*, directory: Path | None = None, disk: FailingDisk | None = None, **settings: Any) -> TierProcess:
+    def start(
+        *, directory: Path | None = None, disk: FailingDisk | None = None, **settings: Any
+    ) -> TierProcess:
         tier = TierProcess(directory or tmp_path / "store", disk.environment if disk else {}, settings)
         started.append(tier)
         return tier.ready()

@@ -1,7 +1,7 @@
 """Starts store nodes quickly: imports what they need once, then forks a real node for each order.
 
-One JSON line in, one out: ``{"argv": [...], "out": PATH}`` gives the pid of a node whose standard output goes to
-PATH; ``{"wait": PID}`` gives its exit status, negative for a signal.
+One JSON line in, one out: ``{"argv": [...], "out": PATH}`` gives the pid of a node whose standard output goes
+to PATH; ``{"wait": PID}`` gives its exit status, negative for a signal.
 """
 
 from __future__ import annotations

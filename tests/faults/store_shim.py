@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import shutil
@@ -72,8 +73,6 @@ class FailingDisk:
 
     def read_only(self) -> None:
         """As after an ``errors=remount-ro``: nothing under the directory can be written or renamed."""
-        import errno
-
         self.orders.databases_only = 0
         self.fail(WRITE | NAMES, errno.EROFS)
 

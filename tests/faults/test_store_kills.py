@@ -47,7 +47,9 @@ class Nursery:
 
     def start(self, *argv: str) -> int:
         self._out.unlink(missing_ok=True)
-        pid = int(self._order({"argv": [*argv, "--reserve-mib", "1", "--window-mib", "4"], "out": str(self._out)}))
+        pid = int(
+            self._order({"argv": [*argv, "--reserve-mib", "1", "--window-mib", "4"], "out": str(self._out)})
+        )
         self._nodes.add(pid)
         return pid
 
@@ -127,7 +129,11 @@ async def test_acknowledged_pages_are_intact_or_gone_never_wrong(size: str, tmp_
     rng = random.Random(71)
     roomy = size == "roomy"
     # A store that is too small evicts all the time, and is killed while it does.
-    room = ("--capacity-gib", "4", "--segment-mib", "4") if roomy else ("--capacity-gib", "0.004", "--segment-mib", "1")
+    room = (
+        ("--capacity-gib", "4", "--segment-mib", "4")
+        if roomy
+        else ("--capacity-gib", "0.004", "--segment-mib", "1")
+    )
     argv = ("--directory", str(tmp_path / "store"), *room)
     acked: list[int] = []
     phases: dict[str, int] = {}

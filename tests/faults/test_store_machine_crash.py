@@ -104,7 +104,8 @@ for number in range(first, len(mixes)):
     tier.maintenance.tick()
     found += [count(tier, salt, {pages}) for salt in range({commits})]
     tier.close()
-    print(json.dumps(["done", number, sum(f[2] for f in found), sum(f[0] for f in found[{commits}:])]), flush=True)
+    wrong, right = sum(f[2] for f in found), sum(f[0] for f in found[{commits}:])
+    print(json.dumps(["done", number, wrong, right]), flush=True)
 """
 
 

@@ -14,6 +14,8 @@ import pytest
 from cedar.kvstore.client import StoreClient
 from cedar.kvstore.config import MIB, ClientConfig, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.node import StoreNode
+from cedar.kvstore.rpc import ServiceStub, service_descriptor, transport_options
+from cedar.v1 import store_pb2
 
 from .store_child import FINGERPRINT, ROOT, keys_of, value_of
 from .store_proxy import Fault, Proxy, proxy_to
@@ -155,14 +157,10 @@ async def test_a_half_open_connection_ends_by_its_deadline(tmp_path: Path) -> No
 
 async def test_keepalive_finds_a_dead_peer(tmp_path: Path) -> None:
     """A call without a deadline of its own, over a connection that went silent, is UNAVAILABLE in time."""
-    from cedar.kvstore.client import _SERVICE
-    from cedar.kvstore.rpc import ServiceStub, transport_options
-    from cedar.v1 import store_pb2
-
     async with store(tmp_path / "node") as (_, proxy, _client):
         options = transport_options(max_message_bytes=32 * MIB, keepalive_s=1.0, keepalive_timeout_s=0.5)
         async with grpc.aio.insecure_channel(proxy.address, options=options.channel) as channel:
-            stub = ServiceStub(channel, _SERVICE)
+            stub = ServiceStub(channel, service_descriptor("cedar.v1.Store"))
             proxy.fault = Fault("stall", after=300_000)
             began_s = time.monotonic()
             call = stub.GetPages(store_pb2.GetPagesRequest(page_keys=b"".join(keys_of(0, PAGES))), timeout=60)

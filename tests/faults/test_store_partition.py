@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,17 @@ class Link:
 
 @contextmanager
 def cable(name: str) -> Iterator[Link]:
+    """OSError where namespaces cannot be made."""
     link = Link(f"{name}s", f"{name}c")
     try:
-        for namespace, address in ((link.store, "198.18.0.1/30"), (link.client, "198.18.0.2/30")):
+        for namespace in (link.store, link.client):
             ip("netns", "add", namespace)
             ip("-n", namespace, "link", "set", "lo", "up")
-            if namespace == link.client:
-                ip("-n", link.store, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", link.client)
-            if namespace == link.client:
-                ip("-n", link.store, "addr", "add", "198.18.0.1/30", "dev", "wire")
-                ip("-n", namespace, "addr", "add", address, "dev", "wire")
-                ip("-n", link.store, "link", "set", "wire", "up")
-                ip("-n", namespace, "link", "set", "wire", "up")
+        other = ("peer", "name", "wire", "netns", link.client)
+        ip("-n", link.store, "link", "add", "wire", "type", "veth", *other)
+        for namespace, address in ((link.store, "198.18.0.1/30"), (link.client, "198.18.0.2/30")):
+            ip("-n", namespace, "addr", "add", address, "dev", "wire")
+            ip("-n", namespace, "link", "set", "wire", "up")
         yield link
     finally:
         for namespace in (link.store, link.client):
@@ -76,13 +75,12 @@ def cable(name: str) -> Iterator[Link]:
 def link() -> Iterator[Link]:
     if shutil.which("ip") is None:
         pytest.skip("no iproute2 here: a network cannot be cut")
-    made = cable(f"cedar{os.getpid()}")
-    try:
-        opened = made.__enter__()
-    except OSError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    yield opened
-    made.__exit__(None, None, None)
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(cable(f"cedar{os.getpid()}"))
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
 
 
 def start(namespace: str, *command: str) -> subprocess.Popen[str]:
@@ -109,8 +107,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 async def test_a_partition_is_a_miss_and_heals(link: Link, tmp_path: Path) -> None:
     node = start(
-        link.store, "-m", "cedar.kvstore.node", "--directory", str(tmp_path / "store"), "--host", "198.18.0.1",
-        "--port", str(PORT), "--reserve-mib", "1", "--window-mib", "4", "--capacity-gib", "0.25",
+        link.store, "-m", "cedar.kvstore.node", "--directory", str(tmp_path / "store"),
+        "--host", "198.18.0.1", "--port", str(PORT), "--reserve-mib", "1", "--window-mib", "4", "--capacity-gib", "0.25",
     )  # fmt: skip
     client = None
     try:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from cedar.kvstore.clock import ManualClock
 from cedar.kvstore.errors import StoreClosed, StoreLocked
 from cedar.kvstore.maintenance import READER_CHECK_S
-from cedar.kvstore.clock import ManualClock
 
 from . import store_child
 from .conftest import TierStarter

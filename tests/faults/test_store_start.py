@@ -1,4 +1,4 @@
-"""Starts that cannot work: a read-only disk, no descriptors, no memory. One clear line, and no page is lost."""
+"""Starts that cannot work: a read-only disk, no descriptors, no memory. One clear line, no page lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cedar.kvstore import ssd_tier
+from cedar.kvstore.usage_log import UsageLog
 
 from .conftest import Died, TierStarter
 from .store_child import count, items_of, keys_of, open_tier
-from .store_shim import FailingDisk
+from .store_shim import NAMES, SYNC, FailingDisk
 
 CHAINS = 8
 
@@ -125,8 +127,6 @@ def test_a_start_that_fails_can_be_repeated_in_the_same_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that was open by then is closed again: LMDB refuses to open a database twice."""
-    from cedar.kvstore import ssd_tier
-
     filled(tmp_path / "store")
     descriptors = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
@@ -153,8 +153,6 @@ def test_damaged_segments_leave_no_descriptors_behind(tmp_path: Path) -> None:
 
 
 def test_a_segment_that_cannot_be_moved_aside_is_kept(start_tier: TierStarter, disk: FailingDisk) -> None:
-    from .store_shim import NAMES
-
     tier = start_tier(disk=disk)
     for salt in range(CHAINS):
         assert tier("put", salt, 20)["stored"] == 20
@@ -174,8 +172,6 @@ def test_a_segment_that_cannot_be_moved_aside_is_kept(start_tier: TierStarter, d
 
 def test_uses_noted_after_a_torn_end_are_found(tmp_path: Path) -> None:
     """kill -9 in the middle of an append must not hide the appends that follow in the same file."""
-    from cedar.kvstore.usage_log import UsageLog
-
     first, second = keys_of(0, 2)
     log = UsageLog(tmp_path / "uses", period_s=3600.0, keep_s=1e6)
     log.append({first: 1.0}, 10.0)
@@ -190,8 +186,6 @@ def test_uses_noted_after_a_torn_end_are_found(tmp_path: Path) -> None:
 def test_unsynced_data_of_an_earlier_process_is_synced_before_the_mark_goes(
     start_tier: TierStarter, disk: FailingDisk, tmp_path: Path
 ) -> None:
-    from .store_shim import SYNC
-
     tier = start_tier(durability="none")
     assert tier("put", 0, 4)["stored"] == 4
     tier.kill()

@@ -10,7 +10,7 @@ from cedar.ops import bootstrap
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.setuptools.package-dir]\n"cedar.kernels" = "kernels"\n')
     (tmp_path / "constraints.txt").write_text("numpy==1\n")
     (tmp_path / "constraints-cpu.txt").write_text("torch<2\n")
     (tmp_path / "kernels").mkdir()
@@ -34,8 +34,13 @@ def test_edited_sources_need_nothing_but_new_files_need_links(tree: Path) -> Non
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "constraints-cpu.txt"])
 def test_changed_requirements_need_everything(tree: Path, name: str) -> None:
     before = bootstrap.wanted(tree, "cpu", ())
-    (tree / name).write_text("changed")
+    (tree / name).write_text((tree / name).read_text() + "\n# changed\n")
     assert bootstrap.steps_needed(before, bootstrap.wanted(tree, "cpu", ())) == "all"
+
+
+def test_folders_come_from_the_project_file() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert {"proto", "kernels", "ops"} <= set(bootstrap.package_folders(root))
 
 
 def test_extras_only_accumulate(tree: Path) -> None:

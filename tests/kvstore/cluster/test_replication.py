@@ -114,6 +114,24 @@ async def test_copies_keep_to_their_bandwidth(fleet: Any, chains: Any, eventuall
     assert acknowledged_s < 0.7, "a put does not wait for copies"
 
 
+async def test_what_the_owner_could_not_take_reaches_it_later(
+    fleet: Any, chains: Any, eventually: Any
+) -> None:
+    for name in "abc":
+        await fleet.add(name, max_writes=1)
+    client = fleet.client()
+    keys = chains.keys(32)[16:]
+    owner, second = fleet.owner(keys[0]), fleet.second(keys[0])
+    with owner.service._writes.admit():
+        await fleet.put(client, keys)
+        assert client.counters["puts_failed_over"] == 1
+        assert all(second.ssd.held(keys))
+    await eventually(lambda: all(owner.ssd.held(keys)))
+    page_index, tenant, _ = owner.ssd.facts(keys[4])
+    assert (page_index, tenant) == (4, b"tenant")
+    assert await fleet.read(client, keys) == 16
+
+
 async def test_one_copy_only_when_so_configured(fleet: Any, chains: Any) -> None:
     for name in "ab":
         await fleet.add(name, copies=1, copy_after_hits=0)

@@ -1,0 +1,265 @@
+"""Benchmark cases: experts, linears, the packers, mHC, router and Engram gate (V4.1-Flash shapes)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from cedar.kernels import compress_ref, engram_gate_ref, experts_ref, fp4_ref, fp8_ref, linear_ref, mhc_ref, norm_ref
+from cedar.kernels import rope_ref, router_ref
+from cedar.kernels.compress_triton import pack_fp4, write_entries, write_window
+from cedar.kernels.engram_gate_triton import engram_gate
+from cedar.kernels.experts_triton import grouped_experts
+from cedar.kernels.linear_triton import grouped_output, linear_bf16, linear_fp8
+from cedar.kernels.mhc_triton import boundary, mix
+from cedar.kernels.router_triton import select
+from cedar.ops.bench.kernel_cases_attention import rope_table
+from cedar.ops.bench.kernel_timing import Case, relative_error
+
+WIDTH, INNER, EXPERTS, CHOSEN, LIMIT = 5120, 2304, 384, 6, 10.0
+EXPERT_BYTES = 3 * WIDTH * INNER * (0.5 + 1 / 32)
+
+
+def packed_experts(count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """(payload, scale) of w1, w3, w2 with random codes."""
+    out = []
+    for rows, columns in ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)):
+        payload = torch.empty(count, rows, columns // 2, dtype=torch.uint8, device="cuda")
+        payload.view(torch.int32).random_(-(2**31), 2**31 - 1)
+        scale = torch.randint(118, 122, (count, rows, columns // 32), dtype=torch.uint8, device="cuda")
+        out.append((payload, scale))
+    return tuple(out)
+
+
+def routed(tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids and weights of one call."""
+    x = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, experts, device="cuda").topk(CHOSEN, dim=1).indices.sort(1).values.to(torch.int32)
+    return x, ids, torch.rand(tokens, CHOSEN, device="cuda")
+
+
+def expert_cases() -> Iterator[Case]:
+    """Decode batches and one prefill chunk over 384 experts; checked on 16."""
+    few = packed_experts(16)
+
+    def check(tokens: int) -> float:
+        x, ids, weights = routed(tokens, 16)
+        truth = experts_ref.grouped_experts(x, ids, weights, few, None, LIMIT)
+        return relative_error(grouped_experts(x, ids, weights, few, LIMIT), truth)
+
+    weights = packed_experts(EXPERTS)
+    for tokens in (1, 4, 16, 64, 128, 4096):
+        calls = [routed(tokens, EXPERTS) for _ in range(8 if tokens < 16 else 2)]
+        touched = sum(len(ids.unique()) for _, ids, _ in calls) / len(calls)
+        yield Case(
+            operation="experts",
+            shape=f"{tokens} tokens, {touched:.0f} experts",
+            runs=[lambda c=c: grouped_experts(*c, weights, LIMIT) for c in calls],
+            bytes=touched * EXPERT_BYTES,
+            flops=tokens * CHOSEN * 6.0 * WIDTH * INNER,
+            check=lambda n=min(tokens, 133) + 3: check(n),
+            tolerance=2e-3,
+            target="65 % of bandwidth" if tokens < 4096 else "50 % of arithmetic",
+        )
+
+
+def linear_cases() -> Iterator[Case]:
+    """Dense FP8 linears and the grouped output projection at decode sizes."""
+    shapes = (("wq_a, wkv", 1792, WIDTH), ("wq_b", 32768, 1280), ("wo_b", WIDTH, 8192), ("shared w1, w3", 4608, WIDTH),
+              ("shared w2", WIDTH, INNER))  # fmt: skip
+    for name, outputs, columns in shapes:
+        copies = min(16, math.ceil(150e6 / (outputs * columns)))
+        stored = [
+            (
+                (torch.randn(outputs, columns, device="cuda") * 50).to(torch.float8_e4m3fn),
+                torch.randint(110, 120, (outputs // 32, columns // 32), dtype=torch.uint8, device="cuda"),
+            )
+            for _ in range(copies)
+        ]
+        for tokens in (1, 16, 64, 128):
+            x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+
+            def check(x: torch.Tensor = x, w: tuple[torch.Tensor, torch.Tensor] = stored[0]) -> float:
+                return relative_error(
+                    linear_fp8(x, *w), linear_ref.linear_fp8(x, fp8_ref.expand_blocks(*w, torch.float64))
+                )
+
+            wide = fp8_ref.expand_blocks(*stored[0], torch.bfloat16)
+            yield Case(
+                operation=f"linear fp8, {name}",
+                shape=f"{tokens} × {columns} → {outputs}",
+                runs=[lambda w=w, x=x: linear_fp8(x, *w) for w in stored],
+                bytes=outputs * columns * (1 + 1 / 1024) + tokens * 2 * (outputs + columns),
+                flops=2.0 * tokens * outputs * columns,
+                check=check,
+                tolerance=2e-3,
+                reference=lambda x=x, w=wide: x @ w.T,
+                reference_name="cuBLAS, bf16 weights",
+                target="65 % of bandwidth",
+            )
+        del stored
+    heavy = [torch.randn(8, 1024, 4096, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(3)]
+    for tokens in (1, 16, 64, 128):
+        o = torch.randn(tokens, 8, 4096, device="cuda", dtype=torch.bfloat16)
+        yield Case(
+            operation="grouped output",
+            shape=f"{tokens} × 8 × 4096 → 8 × 1024",
+            runs=[lambda w=w, o=o: grouped_output(o, w) for w in heavy],
+            bytes=heavy[0].numel() * 2.0 + tokens * 2 * (32768 + 8192),
+            flops=2.0 * tokens * 8 * 1024 * 4096,
+            check=lambda o=o: relative_error(
+                grouped_output(o, heavy[0]), torch.einsum("ngc,grc->ngr", o.double(), heavy[0].double()).flatten(1)
+            ),
+            tolerance=2e-3,
+            reference=lambda o=o: torch.bmm(o.transpose(0, 1), heavy[0].transpose(1, 2)),
+            reference_name="cuBLAS bmm",
+            target="65 % of bandwidth",
+        )
+
+
+def cache_cases() -> Iterator[Case]:
+    """Entries into pages and window keys into the ring, bytes compared with the reference's."""
+    rows, page = 128, 45_568
+    planes = ((0, 256, rows), (32_768, 32, rows), (36_864, 64, rows), (45_056, 4, rows))
+    norm, key, key_norm = (torch.randn(*s, device="cuda").to(torch.bfloat16) for s in ((512,), (128, 512), (128,)))
+    for tokens in (2, 128, 8192):
+        groups = tokens // 2
+        kv, gate = (torch.randn(groups, 2, 512, device="cuda") for _ in range(2))
+        pages = torch.zeros(groups // rows + 1, page, dtype=torch.uint8, device="cuda")
+        table = torch.randperm(pages.shape[0], device="cuda").to(torch.int32)[None]
+        seq = torch.zeros(groups, dtype=torch.int32, device="cuda")
+        entry = torch.arange(groups, dtype=torch.int32, device="cuda")
+        positions = torch.arange(groups, device="cuda") * 2
+        rope = rope_table(positions)
+        args = (kv, gate, norm, key, key_norm, rope, 1e-20, pages, planes, table, seq, entry)
+
+        def check(args: tuple = args, positions: torch.Tensor = positions) -> float:
+            kv, gate, norm, key, key_norm, _, eps, pages, planes, table, _, entry = args
+            write_entries(*args)
+            frequencies = 1.0 / 160000.0 ** (torch.arange(0, 64, 2, device="cuda", dtype=torch.float32) / 64)
+            pooled = compress_ref.pool_groups(kv, gate)
+            truth = compress_ref.entries(pooled, norm, key, key_norm, positions, frequencies, eps)
+            wrong = 0.0
+            for (offset, size, lines), rows_ in zip(planes, truth, strict=True):
+                stored = pages[:, offset : offset + size * lines].view(-1, lines, size)
+                here = stored[table[0][(entry // lines).long()].long(), (entry % lines).long()]
+                wrong += float((here != rows_).any(1).float().mean())
+            return wrong
+
+        yield Case(
+            operation="compress into pages",
+            shape=f"{tokens} tokens, m=2",
+            runs=[lambda a=args: write_entries(*a)],
+            bytes=groups * (8192 + 356.0),
+            flops=groups * 2 * 512 * 128.0,
+            check=check,
+            tolerance=0.02,  # rows in which the index key's product, summed in fp32, rounds otherwise
+            target="60 % of bandwidth" if tokens == 8192 else "",
+        )
+    for tokens in (1, 128, 8192):
+        k = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+        positions = torch.arange(tokens, device="cuda") + 7
+        ring = torch.zeros(tokens, 528, dtype=torch.uint8, device="cuda")
+        places = torch.randperm(tokens, device="cuda").to(torch.int32)
+        call = (k, norm, rope_table(positions), 1e-20, ring, places)
+
+        def check_window(call: tuple = call, positions: torch.Tensor = positions) -> float:
+            write_window(*call)
+            k, norm, _, eps, ring, places = call
+            frequencies = 1.0 / 160000.0 ** (torch.arange(0, 64, 2, device="cuda", dtype=torch.float32) / 64)
+            truth = rope_ref.rotate(norm_ref.rms_norm(k, norm, eps), positions, frequencies, False)
+            return float((ring[places.long()] != fp8_ref.pack_rows(truth)).any(1).sum())
+
+        yield Case(
+            operation="window keys",
+            shape=f"{tokens} tokens",
+            runs=[lambda c=call: write_window(*c)],
+            bytes=tokens * (1024 + 528 + 256.0),
+            check=check_window,
+            target="one launch",
+        )
+    for tokens in (64, 8192):
+        x = torch.randn(tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
+        yield Case(
+            operation="pack index queries",
+            shape=f"{tokens} × 32 × 128",
+            runs=[lambda x=x: pack_fp4(x, False)],
+            bytes=tokens * 32 * (256 + 68.0),
+            check=lambda x=x: float(
+                sum(int((a != b).sum()) for a, b in zip(pack_fp4(x, False), fp4_ref.pack_e8m0(x), strict=True))
+            ),
+        )
+
+
+def small_cases() -> Iterator[Case]:
+    """mHC, router, Engram gate."""
+    fn = torch.randn(24, 4 * WIDTH, device="cuda") * 0.01
+    scale, base = torch.rand(3, device="cuda"), torch.randn(24, device="cuda")
+    norm = (torch.rand(WIDTH, device="cuda").to(torch.bfloat16), 1e-20)
+    for tokens in (1, 64, 4096):
+        x = torch.randn(tokens, 4, WIDTH, device="cuda", dtype=torch.bfloat16)
+        y = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
+        pre, post, comb = mix(x, fn, scale, base, 1e-20, 1e-6, 20)
+
+        def check_mix(x: torch.Tensor = x) -> float:
+            out = mix(x, fn, scale, base, 1e-20, 1e-6, 20)
+            truth = mhc_ref.mix(x, fn, scale, base, 1e-20, 1e-6, 20)
+            return max(relative_error(a, b) for a, b in zip(out, truth, strict=True))
+
+        def check_boundary(
+            x: torch.Tensor = x, y: torch.Tensor = y, m: tuple = (pre, post, comb)
+        ) -> float:
+            new, row = boundary(x, (y, m[1], m[2]), m[0], norm)
+            truth = mhc_ref.expand(x, y, m[1], m[2])
+            rows = norm_ref.rms_norm(mhc_ref.collapse(truth, m[0]), *norm)
+            assert row is not None
+            return float((new != truth).sum() + (row != rows).sum()) / new.numel()
+
+        yield Case(
+            operation="mHC mix",
+            shape=f"{tokens} tokens",
+            runs=[lambda x=x: mix(x, fn, scale, base, 1e-20, 1e-6, 20)],
+            bytes=tokens * 4 * WIDTH * 2.0 + fn.numel() * 4,
+            flops=tokens * 48.0 * 4 * WIDTH,
+            check=check_mix,
+            tolerance=1e-5,
+        )
+        yield Case(
+            operation="mHC expand, collapse, norm",
+            shape=f"{tokens} tokens",
+            runs=[lambda x=x, y=y, p=pre, q=post, c=comb: boundary(x, (y, q, c), p, norm)],
+            bytes=tokens * (8 * WIDTH + 2 * WIDTH) * 2.0,
+            check=check_boundary,
+            target="60 % of bandwidth" if tokens == 4096 else "",
+        )
+        gate = torch.randn(EXPERTS, WIDTH, device="cuda", dtype=torch.bfloat16) * 0.02
+        bias = torch.randn(EXPERTS, device="cuda") * 0.05
+
+        def check_route(y: torch.Tensor = y, gate: torch.Tensor = gate, bias: torch.Tensor = bias) -> float:
+            ids, weights = select(linear_bf16(y, gate, torch.float32), bias, CHOSEN, 1.5)
+            truth_ids, truth = router_ref.route(y, gate, bias, CHOSEN, 1.5)
+            same = (ids == truth_ids).all(1)
+            return float(1 - same.float().mean()) + float((weights - truth)[same].abs().max())
+
+        yield Case(
+            operation="router",
+            shape=f"{tokens} tokens",
+            runs=[lambda y=y, g=gate, b=bias: select(linear_bf16(y, g, torch.float32), b, CHOSEN, 1.5)],
+            bytes=tokens * WIDTH * 2.0 + gate.numel() * 2,
+            flops=tokens * 2.0 * EXPERTS * WIDTH,
+            check=check_route,
+            tolerance=2e-3,
+        )
+        key = torch.randn_like(x)
+        q, k = (torch.randn(4, WIDTH, device="cuda").to(torch.bfloat16) for _ in range(2))
+        image = torch.rand(tokens, device="cuda") < 0.2
+        call = (x, key, y, q, k, image, 1e-20)
+        yield Case(
+            operation="Engram gate",
+            shape=f"{tokens} tokens",
+            runs=[lambda c=call: engram_gate(*c)],
+            bytes=tokens * (12 * WIDTH + WIDTH) * 2.0,
+            check=lambda c=call: relative_error(engram_gate(*c), engram_gate_ref.engram_gate(*c)),
+            tolerance=1e-3,
+        )
