@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cedar.kvstore.tls import TlsConfig
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -39,8 +40,8 @@ class EncoderConfig(WorkerConfig):
 class PagedConfig(WorkerConfig):
     """What Prefill and Decode share: memory for pages and window state, and the store behind it.
 
-    ``page_tokens`` unset: the model's default. ``store``: address of a store node, unset for none;
-    a store that is silent for ``store_timeout_s`` is a miss.
+    ``page_tokens`` unset: the model's default. ``store``: which one (``kvstore.connect``), unset for none;
+    one that is silent for ``store_timeout_s`` is a miss. ``store_tls``: certificates for the way there.
     ``put_queue_bytes`` bounds pages that wait to be stored; what does not fit is dropped and counted.
     ``store_wait_s`` bounds how long a request's last event waits for the store to acknowledge its puts;
     tokens never wait for it.
@@ -50,6 +51,7 @@ class PagedConfig(WorkerConfig):
     pages: int = Field(ge=1)
     slots: int = Field(ge=1)
     store: str | None = None
+    store_tls: TlsConfig | None = None
     store_timeout_s: float = Field(default=1.0, gt=0)
     put_queue_bytes: int = Field(default=64 << 20, ge=0)
     store_wait_s: float = Field(default=1.0, ge=0)

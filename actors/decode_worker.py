@@ -83,11 +83,14 @@ class DecodeWorker(StageWorker):
                             yield StreamResponse(end=event)
 
     async def Cancel(self, request: DecodeCancelRequest, context: Context) -> DecodeCancelResponse:
-        """End a request; its pages and slot are free when this returns. Unknown ids are a counted no-op."""
+        """End a request; its pages and slot are free when this returns. Unknown ids are a counted no-op.
+
+        One that has ended is known for a while: the gateway frees every request, also those.
+        """
         async with self._answering(context):
             found = self.table.get(request.request_id)
             if found is None or found.log.ended:
-                self.counters["unknown_requests"] += 1
+                self.counters["unknown_requests"] += found is None
                 return DecodeCancelResponse(found=False)
             await self.cancel(found, "cancelled by the caller")
             return DecodeCancelResponse(found=True)
@@ -152,9 +155,9 @@ class DecodeWorker(StageWorker):
             if not request.freed.is_set() and (request.in_engine or not request.handing_over):
                 self._end(request, error)
 
-    def set_store(self, address: str | None) -> None:
+    def set_store(self, target: str | None) -> None:
         """The store moved, appeared, or (None) is gone."""
-        self.store.connect(address)
+        self.store.connect(target)
 
     async def _break_off(self) -> None:
         if not self._opened:

@@ -1,7 +1,8 @@
 """The Encoder stage: images to features, kept in this worker's memory until fetched or expired.
 
-Equal images are encoded once, also when asked for at the same time. The store holds no features, so an image
-that has expired here is encoded again. Only the vision tower is loaded.
+Equal images of a tenant are encoded once, also when asked for at the same time; tenants share nothing, since
+whether an image had to be encoded (and how long that took) would tell one what another has sent. The store
+holds no features, so an image that has expired here is encoded again. Only the vision tower is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cedar.actors.config import EncoderConfig
 from cedar.actors.engine_thread import EngineThread
@@ -37,6 +38,13 @@ class Features:
     grid_columns: int
 
 
+class FeatureKey(NamedTuple):
+    """Whose image, and which."""
+
+    tenant: bytes
+    content_hash: bytes
+
+
 class FeatureCache:
     """Least-recently-used features within a byte budget, each at most ``ttl_s`` after its last use. Pure."""
 
@@ -44,28 +52,28 @@ class FeatureCache:
         self._budget = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._entries: OrderedDict[bytes, tuple[Features, float]] = OrderedDict()
+        self._entries: OrderedDict[FeatureKey, tuple[Features, float]] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, content_hash: bytes) -> Features | None:
+    def get(self, key: FeatureKey) -> Features | None:
         """The features, if they are here and have not expired; that counts as a use."""
         self.expire()
-        entry = self._entries.get(content_hash)
+        entry = self._entries.get(key)
         if entry is None:
             return None
-        self._entries.move_to_end(content_hash)
-        self._entries[content_hash] = (entry[0], self._clock())
+        self._entries.move_to_end(key)
+        self._entries[key] = (entry[0], self._clock())
         return entry[0]
 
-    def put(self, content_hash: bytes, features: Features) -> None:
+    def put(self, key: FeatureKey, features: Features) -> None:
         """Keep features; older ones leave when the budget is passed; one over all of it is not kept."""
-        self._drop(content_hash)
+        self._drop(key)
         if len(features.data) > self._budget:
             return
-        self._entries[content_hash] = (features, self._clock())
+        self._entries[key] = (features, self._clock())
         self.bytes += len(features.data)
         while self.bytes > self._budget:
             self._drop(next(iter(self._entries)))
@@ -79,8 +87,8 @@ class FeatureCache:
                 return
             self._drop(oldest)
 
-    def _drop(self, content_hash: bytes) -> None:
-        entry = self._entries.pop(content_hash, None)
+    def _drop(self, key: FeatureKey) -> None:
+        entry = self._entries.pop(key, None)
         if entry is not None:
             self.bytes -= len(entry[0].data)
 
@@ -101,7 +109,7 @@ class EncoderWorker(StageWorker):
         self.config = config
         self.features = FeatureCache(config.cache_bytes, config.cache_ttl_s, clock)
         self._network = network
-        self._running: dict[bytes, asyncio.Task[Features]] = {}
+        self._running: dict[FeatureKey, asyncio.Task[Features]] = {}
 
     async def Encode(self, request: EncodeRequest, context: Context) -> EncodeResponse:
         """Run the tower, or find that it has run."""
@@ -112,10 +120,11 @@ class EncoderWorker(StageWorker):
                     got = f"{len(request.content_hash)} bytes"
                     raise InvalidRequest("content_hash", got, f"must be {CONTENT_HASH_BYTES} bytes")
                 self.counters["encode_requests"] += 1
-                features = self.features.get(request.content_hash)
+                key = FeatureKey(request.tenant, request.content_hash)
+                features = self.features.get(key)
                 cached = features is not None
                 if features is None:
-                    features = await self._encode(request.content_hash, request.image)
+                    features = await self._encode(key, request.image)
                 return EncodeResponse(
                     rows=features.grid_rows,
                     columns=features.grid_columns,
@@ -128,8 +137,9 @@ class EncoderWorker(StageWorker):
         """The rows of an image that was encoded here, or is being encoded now."""
         async with self._answering(context):
             with self.working():
-                features = self.features.get(request.content_hash)
-                running = self._running.get(request.content_hash)
+                key = FeatureKey(request.tenant, request.content_hash)
+                features = self.features.get(key)
+                running = self._running.get(key)
                 if features is None and running is not None:
                     features = await self._wait(running)
                 if features is None:
@@ -143,21 +153,21 @@ class EncoderWorker(StageWorker):
                     self.counters["feature_bytes_sent"] += len(frame)
                     yield frame
 
-    async def _encode(self, content_hash: bytes, image: bytes) -> Features:
-        running = self._running.get(content_hash)
+    async def _encode(self, key: FeatureKey, image: bytes) -> Features:
+        running = self._running.get(key)
         if running is None:
             if len(self._running) >= self.config.max_queue:
                 raise Busy(
                     f"{len(self._running)} images wait already: at most {self.config.max_queue}",
                     retry_after_ms=self.config.retry_after_ms,
                 )
-            running = asyncio.create_task(self._run(content_hash, image))
-            self._running[content_hash] = running
-            running.add_done_callback(lambda task: self._ended(content_hash, task))
+            running = asyncio.create_task(self._run(key, image))
+            self._running[key] = running
+            running.add_done_callback(lambda task: self._ended(key, task))
         return await self._wait(running)
 
-    def _ended(self, content_hash: bytes, task: asyncio.Task[Features]) -> None:
-        self._running.pop(content_hash, None)
+    def _ended(self, key: FeatureKey, task: asyncio.Task[Features]) -> None:
+        self._running.pop(key, None)
         if not task.cancelled():
             task.exception()  # seen, also when everybody who waited has left
 
@@ -168,11 +178,11 @@ class EncoderWorker(StageWorker):
             raise DeadlinePassed(f"the image was not encoded within {self.config.encode_timeout_s:g} s")
         return running.result()
 
-    async def _run(self, content_hash: bytes, image: bytes) -> Features:
+    async def _run(self, key: FeatureKey, image: bytes) -> Features:
         thread = self._thread
         assert thread is not None
-        features = await thread.call(lambda: self._tower(content_hash, image))
-        self.features.put(content_hash, features)
+        features = await thread.call(lambda: self._tower(key.content_hash, image))
+        self.features.put(key, features)
         self.counters["images_encoded"] += 1
         return features
 

@@ -27,9 +27,16 @@ def feature_frames(content_hash: bytes, rows: int, width: int, data: bytes) -> I
 
 
 async def fetch_features(
-    channels: Channels, address: str, content_hash: bytes, *, rows: int, width: int, timeout_s: float
+    channels: Channels,
+    address: str,
+    content_hash: bytes,
+    *,
+    tenant: bytes,
+    rows: int,
+    width: int,
+    timeout_s: float,
 ) -> bytes:
-    """bf16 rows ``[rows, width]`` of one image, verified.
+    """bf16 rows ``[rows, width]`` of one image that was encoded for ``tenant``, verified.
 
     An encoder that cannot be reached is tried again until ``timeout_s`` is over. NotFound when the features
     have expired there, Corrupt when they are not what was asked for; all errors name the encoder stage.
@@ -40,7 +47,8 @@ async def fetch_features(
         try:
             async with channels.to(address) as channel:
                 stub = ServiceStub(channel, stages_pb2.DESCRIPTOR.services_by_name["Encode"])
-                frames = stub.GetFeatures(FeaturesRequest(content_hash=content_hash), timeout=left)
+                request = FeaturesRequest(content_hash=content_hash, tenant=tenant)
+                frames = stub.GetFeatures(request, timeout=left)
                 return await _gather(frames, content_hash, rows, width)
         except grpc.aio.AioRpcError as error:
             failure = from_status(error, _ENCODER)

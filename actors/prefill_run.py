@@ -236,6 +236,7 @@ class PrefillRun:
                 self._parts.channels,
                 address,
                 image.content_hash,
+                tenant=self._request.tenant,
                 rows=image.length,
                 width=width,
                 timeout_s=self._parts.config.features_timeout_s,

@@ -48,10 +48,10 @@ class PrefillWorker(StageWorker):
                         yield event
                 self.counters["prompts_done"] += 1
 
-    def set_store(self, address: str | None) -> None:
+    def set_store(self, target: str | None) -> None:
         """The store moved, appeared, or (None) is gone."""
         assert self.parts is not None
-        self.parts.store.connect(address)
+        self.parts.store.connect(target)
 
     def _count(self, event: PrefillEvent) -> None:
         sources = event.admitted.sources

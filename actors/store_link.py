@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from cedar.actors.config import PagedConfig
 from cedar.actors.network_memory import NetworkMemory
 from cedar.actors.store_writer import StoreWriter
-from cedar.kvstore.client import StoreClient
 from cedar.kvstore.config import ClientConfig
+from cedar.kvstore.connect import Store, connect
 from cedar.kvstore.header import HEADER_BYTES, read_header
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class StoreLink:
         self._config = config
         self._memory = memory
         self._counters = counters
-        self._client: StoreClient | None = None
+        self._target: str | None = None
+        self._client: Store | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.writer = StoreWriter(config.put_queue_bytes, counters)
 
@@ -35,16 +36,17 @@ class StoreLink:
         """Whether there is a store at all; it may be dead."""
         return self._client is not None
 
-    def connect(self, address: str | None) -> None:
-        """Use the store at this address from now on; None: no store."""
-        if self._client is not None and self._client.address == address:
+    def connect(self, target: str | None) -> None:
+        """Use this store from now on (see ``kvstore.connect`` for how one is named); None: no store."""
+        if target == self._target:
             return
-        old, self._client = self._client, None
-        if address is not None:
+        old, self._client, self._target = self._client, None, target
+        if target is not None:
             patience_s = self._config.store_timeout_s
             config = ClientConfig(stall_timeout_s=patience_s, window_timeout_s=patience_s)
             fingerprint = self._memory.network.fingerprint
-            self._client = StoreClient(address, fingerprint=fingerprint, config=config)
+            tls = self._config.store_tls
+            self._client = connect(target, fingerprint=fingerprint, config=config, tls=tls)
         self.writer.connect(self._client)
         if old is not None:
             task = asyncio.create_task(old.close())

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from cedar.kvstore.client import StoreClient
+from cedar.kvstore.connect import Store
 
 _log = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class StoreWriter:
     def __init__(self, budget_bytes: int, counters: Counter[str]) -> None:
         self._budget = budget_bytes
         self._counters = counters
-        self._store: StoreClient | None = None
+        self._store: Store | None = None
         self._queue: deque[_Page | _Window] = deque()
         self._bytes = 0
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def connect(self, store: StoreClient | None) -> None:
+    def connect(self, store: Store | None) -> None:
         """Write to this store from now on; None drops what is offered."""
         self._store = store
 
@@ -166,14 +166,14 @@ class StoreWriter:
             size += follower.size
         return batch
 
-    async def _write_window(self, store: StoreClient, item: _Window) -> None:
+    async def _write_window(self, store: Store, item: _Window) -> None:
         taken = await store.put_window(
             item.page_key, item.tokens, item.digest, item.record, tenant=item.receipt.tenant
         )
         item.receipt.window_stored = item.receipt.window_stored or taken
         self._counters["put_windows_stored" if taken else "put_windows_refused"] += 1
 
-    async def _write_pages(self, store: StoreClient, batch: list[_Page]) -> None:
+    async def _write_pages(self, store: Store, batch: list[_Page]) -> None:
         first = batch[0]
         keys, values = [page.key for page in batch], [page.value for page in batch]
         answer = await store.put_pages(keys, values, first_page=first.index, tenant=first.receipt.tenant)

@@ -1,15 +1,16 @@
 """How many requests are in the stages, how many wait, and who is refused.
 
-The decision is a pure function; ``Admission`` keeps the two numbers and the waiting line. First come,
-first served. Room is a lease: leaving the ``async with`` gives it back on every path.
+The decision is a pure function; ``Admission`` keeps the numbers and the waiting line. First come, first
+served. Room is a lease: leaving the ``async with`` gives it back on every path. A request whose prompt is
+still being prepared holds its bytes already, so it counts before it stands in the line.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
 from cedar.cluster.errors import Overloaded
@@ -38,6 +39,7 @@ class Admission:
         self._line: deque[asyncio.Future[None]] = deque()
         self._mean_service_s = 1.0
         self.active = 0
+        self.preparing = 0
         self.refused = 0
 
     @property
@@ -45,17 +47,29 @@ class Admission:
         """Requests in the line."""
         return len(self._line)
 
-    def check(self) -> None:
-        """Raise ``Overloaded`` when one more request would be refused."""
-        if verdict(self.active, len(self._line), self._max_active, self._max_waiting) == "refuse":
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around the preparation of a prompt. Raises ``Overloaded`` when there would be no room after it."""
+        self._check(self.preparing)
+        self.preparing += 1
+        try:
+            yield
+        finally:
+            self.preparing -= 1
+
+    def _check(self, ahead: int = 0) -> None:
+        """Raise ``Overloaded`` when one more request would be refused, ``ahead`` others coming before it."""
+        room = self._max_active - self.active
+        waiting = len(self._line) + max(0, ahead - room)
+        if verdict(self.active + min(ahead, room), waiting, self._max_active, self._max_waiting) == "refuse":
             self.refused += 1
-            delay = retry_after_ms(len(self._line), self._max_active, self._mean_service_s)
+            delay = retry_after_ms(waiting, self._max_active, self._mean_service_s)
             raise Overloaded(f"gateway.max_queued_requests: {self._max_waiting} requests wait already", delay)
 
     @asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
         """A place in the stages, after waiting if need be. Raises ``Overloaded`` when the line is full."""
-        self.check()
+        self._check()
         if verdict(self.active, len(self._line), self._max_active, self._max_waiting) == "wait":
             await self._stand_in_line()
         else:

@@ -19,7 +19,7 @@ StoreMoved = Callable[[str | None], None]
 
 class Announcer:
     """``describe`` gives the worker's present record (its ``sequence`` is set here);
-    ``store_moved`` is called with the store's address, None when it is gone."""
+    ``store_moved`` is called with what to connect to for the store (``View.store_target``) when it moves."""
 
     def __init__(
         self,
@@ -37,6 +37,11 @@ class Announcer:
         self._sequence = 0
         self._task: asyncio.Task[None] | None = None
         self.failures = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has ended it: nobody finds this worker any more, however well it is."""
+        return self._task is not None and self._task.done()
 
     def start(self) -> None:
         """Announce at once and then every heartbeat."""
@@ -68,14 +73,12 @@ class Announcer:
             self.failures += 1
 
     async def _look_for_store(self, moved: StoreMoved) -> None:
-        view = await self._directory.view()
-        stores = view.stage("store")
-        address = stores[0].address if stores else None
+        target = (await self._directory.view()).store_target
         # A directory that has just restarted knows no store yet: keep the old one, a dead store is a miss
         # anyway.
-        if address is not None and address != self._store:
-            self._store = address
-            moved(address)
+        if target is not None and target != self._store:
+            self._store = target
+            moved(target)
 
     async def _run(self) -> None:
         while True:

@@ -49,18 +49,26 @@ class Application:
             self._progress.report(name, "running", "starting")
         options = {"num_cpus": 0, "max_restarts": -1, "runtime_env": self._runtime_env()}
         expire_after_s = self._config.directory.expire_after_s
-        self._directory = (
-            ray.remote(DirectoryActor).options(name=DIRECTORY_ACTOR, **options).remote(expire_after_s)
+        arguments: list[Any] = [expire_after_s]
+        placed = {**options, "name": DIRECTORY_ACTOR}
+        if self._config.store.nodes > 1:
+            arguments += [self._config, store_directory]
+            placed["scheduling_strategy"] = _here()  # the store's member list is a file
+        self._directory = ray.remote(DirectoryActor).options(**placed).remote(*arguments)
+        # On a Ray of its own everyone runs here, so the secret may be beside pages that are thrown away;
+        # elsewhere it is where the configuration says that pages are kept.
+        secret_directory = (
+            store_directory if self._config.ray.address is None else self._config.store.directory
         )
-        self._start_stores(store_directory, options)
+        self._start_stores(store_directory, secret_directory, options)
         with self._progress.step("serve", "starting the controller"):
             self._serve_was_there = self._serve_runs()
             serve.start(proxy_location="Disabled")
-            arguments = {
+            application = {
                 "config": self._config.model_dump(mode="json"),
-                "secret_directory": self._config.store.directory,
+                "secret_directory": secret_directory,
             }
-            _client().deploy_apps(deploy_schema(self._config, arguments))
+            _client().deploy_apps(deploy_schema(self._config, application))
             self._deployed = True
         self._wait_ready(deadline_s)
 
@@ -87,9 +95,10 @@ class Application:
             if self._deployed:
                 _client().delete_apps([APPLICATION], blocking=False)
                 self._wait_deleted(timeout_s)
-        for store in self._stores:
+        stopping = [store.stop.remote() for store in self._stores]
+        for stopped in stopping:
             with contextlib.suppress(RayError, TimeoutError):
-                ray.get(store.stop.remote(), timeout=10)
+                ray.get(stopped, timeout=10)
         for actor in (*self._stores, self._directory):
             if actor is not None:
                 with contextlib.suppress(RayError, ValueError):
@@ -98,14 +107,19 @@ class Application:
             with contextlib.suppress(RayError):
                 serve.shutdown()
 
-    def _start_stores(self, store_directory: str, options: dict[str, Any]) -> None:
+    def _start_stores(
+        self, store_directory: str, secret_directory: str | None, options: dict[str, Any]
+    ) -> None:
         import ray
         from cedar.cluster.store_actor import StoreActor
 
         for index in range(self._config.store.nodes):
             folder = str(Path(store_directory) / f"node-{index}")
             placed = {**options, "name": f"cedar-store-{index}", "num_cpus": self._config.store.cpus}
-            self._stores.append(ray.remote(StoreActor).options(**placed).remote(self._config, folder))
+            if self._config.store.nodes > 1:
+                placed["scheduling_strategy"] = "SPREAD"
+            actor = ray.remote(StoreActor).options(**placed)
+            self._stores.append(actor.remote(self._config, folder, index, secret_directory))
 
     def _wait_ready(self, deadline_s: float) -> None:
         needed = {"store": self._config.store.nodes, "gateway": 1}
@@ -139,13 +153,14 @@ class Application:
         import ray
         from ray.exceptions import RayActorError
 
-        for store in self._stores if "store" in missing else ():
-            ready, _ = ray.wait([store.ready.remote()], timeout=0.05)
+        actors = [("directory", self._directory), *(("store", store) for store in self._stores)]
+        for name, actor in actors if "store" in missing else ():
+            ready, _ = ray.wait([actor.ready.remote()], timeout=0.05)
             if ready:
                 try:
                     ray.get(ready)
                 except RayActorError as error:
-                    raise LaunchError("store", _last_line(str(error))) from error
+                    raise LaunchError(name, _last_line(str(error))) from error
         from cedar.cluster.serve_app import APPLICATION
         from ray import serve
 
@@ -187,6 +202,14 @@ class Application:
         from cedar.cluster.environment import worker_environment
 
         return {"env_vars": worker_environment(self._config)}
+
+
+def _here() -> Any:
+    """Place an actor on this machine and on no other."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _client() -> Any:

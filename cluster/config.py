@@ -25,7 +25,11 @@ class Settings(BaseModel):
     """Base of every section: immutable, closed, keyword-only, each field with a description."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
     )
 
 
@@ -132,11 +136,33 @@ class DecodeSettings(StageSettings):
     """Memory for sealed pages on their way to the store; what does not fit is not stored."""
 
 
+class TlsSettings(Settings):
+    """Certificates of the store: its nodes, the member list and everyone who calls them show one."""
+
+    ca_file: str
+    """Authorities that are trusted, PEM. Like the other two, under the same path on every machine."""
+    certificate_file: str
+    """Own certificate with its chain, PEM."""
+    key_file: str
+    """Its key, PEM."""
+    server_name: str = ""
+    """Name that servers' certificates are checked for. Empty: the host in their address."""
+
+
+class TenantSettings(Settings):
+    """Limits of one tenant in the store."""
+
+    ttl_s: Seconds | None = None
+    """Seconds that its pages are kept after their last use. Unset: as everyone's."""
+    quota_bytes: Bytes | None = None
+    """Most bytes on disk, on all nodes together and copies included. Unset: no limit of its own."""
+
+
 class StoreSettings(Settings):
     """The page store and the window tier."""
 
-    nodes: Annotated[int, Field(ge=0, le=1)] = 1
-    """Store nodes. 0 runs without a store: every prompt is cold. Placement over several nodes is to come."""
+    nodes: Annotated[int, Field(ge=0)] = 1
+    """Store nodes; pages are spread over them. 0 runs without a store: every prompt is cold."""
     directory: str | None = None
     """Folder of the LMDB environment, one subfolder per node. Unset: inside the cluster's temporary
     folder."""
@@ -150,10 +176,32 @@ class StoreSettings(Settings):
     """Memory for window state per node."""
     window_ttl_s: Seconds = 600.0
     """Seconds that window state is kept after its last use."""
+    durability: Literal["batch", "none"] = "batch"
+    """When a put is acknowledged: its batch is on disk, or (none) handed to the kernel."""
+    copies: Count = 2
+    """Nodes that hold a page which is hit often; 1 makes no copies."""
+    copy_after_hits: Annotated[int, Field(ge=0)] = 3
+    """Hits after which a page is copied to a second node. 0 copies every page when it is written."""
+    copy_bytes_per_s: Bytes = 32 * MIB
+    """Bandwidth of a node for copies."""
+    move_bytes_per_s: Bytes = 32 * MIB
+    """Bandwidth of a node for pages that move when nodes come and go."""
+    lease_s: Annotated[float, Field(ge=0.5)] = 5.0
+    """A node of several that is silent for this long is no longer asked; what it held is a miss."""
+    tenants: dict[str, TenantSettings] = {}
+    """Limits of single tenants, by name: `ttl_s` and `quota_bytes`."""
+    tls: TlsSettings | None = None
+    """Certificates. Unset: no encryption inside the cluster."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port on loopback that answers Prometheus for a store node. Unset: none."""
+    """Port on loopback that answers Prometheus for store node 0; node i has this port + i. Unset: none."""
     cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that Ray reserves for a node."""
+
+    @model_validator(mode="after")
+    def _room_for_ports(self) -> StoreSettings:
+        if self.metrics_port and self.metrics_port + self.nodes > 65536:
+            raise ValueError(f"metrics_port: {self.metrics_port} leaves no port for {self.nodes} nodes")
+        return self
 
 
 class AuthSettings(Settings):
@@ -291,6 +339,11 @@ class ClusterConfig(Settings):
             raise ValueError(
                 f"directory.expire_after_s: {self.directory.expire_after_s} is below two heartbeats "
                 f"(directory.heartbeat_s: {self.directory.heartbeat_s})"
+            )
+        if self.store.tenants and self.ray.address is not None and self.gateway.auth.secret_file is None:
+            raise ValueError(
+                "store.tenants: every node must know whose pages are whose, "
+                "which needs gateway.auth.secret_file on an existing Ray (ray.address)"
             )
         if self.gateway.default_output_tokens > self.gateway.max_output_tokens:
             raise ValueError(

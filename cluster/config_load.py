@@ -19,6 +19,9 @@ from pydantic import BaseModel, ValidationError
 RELATIVE_PATHS = (
     ("model", "path"),
     ("store", "directory"),
+    ("store", "tls", "ca_file"),
+    ("store", "tls", "certificate_file"),
+    ("store", "tls", "key_file"),
     ("gateway", "auth", "api_keys_file"),
     ("gateway", "auth", "secret_file"),
 )
@@ -99,8 +102,13 @@ def _suggest(word: str, known: Sequence[str]) -> str:
 
 
 def _section(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
-    for name in location:
-        inner = section_type(model.model_fields[name].annotation)
+    names = iter(location)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        if typing.get_origin(annotation) is dict:  # sections by a name of the user's
+            next(names, None)
+            annotation = typing.get_args(annotation)[1]
+        inner = section_type(annotation)
         if inner is None:
             break
         model = inner
@@ -160,7 +168,10 @@ def _apply(data: dict[str, object], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {name} is a value, not a section")
         section = inner
-    section[field] = yaml.safe_load(text)
+    try:
+        section[field] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: not YAML: {error}") from error
 
 
 def check_checkpoint(config: ClusterConfig) -> None:

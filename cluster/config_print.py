@@ -61,6 +61,8 @@ def _type_text(annotation: object) -> str:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " or ".join(f"`{part}`" for part in parts)
+    if origin is dict:
+        return "settings by name" if section_type(parts[1]) else f"{_type_text(parts[1])} by name"
     if origin is typing.Annotated:
         inner = parts[1].metadata if isinstance(parts[1], FieldInfo) else parts[1:]
         return " ".join([_type_text(parts[0]), *_bounds(inner)])
@@ -82,4 +84,4 @@ def _bounds(metadata: Sequence[object]) -> list[str]:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    return "unset" if field.default is None else f"`{field.default}`"
+    return "unset" if field.default in (None, "") else f"`{field.default}`"

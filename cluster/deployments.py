@@ -53,7 +53,7 @@ class StageReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if not self._worker.healthy():
+        if not self._worker.healthy() or self._announcer.failed:
             raise RuntimeError(f"the {self.name} worker at {self._address} is not healthy; its log says why")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ class GatewayReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if not self._gateway.healthy():
+        if not self._gateway.healthy() or self._announcer.failed:
             raise RuntimeError("the gateway no longer follows the directory; its log says why")
 
     def record_autoscaling_stats(self) -> dict[str, float]:

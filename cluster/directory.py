@@ -59,12 +59,24 @@ class Worker:
 
 @dataclass(frozen=True)
 class View:
-    """What a reader sees. ``version`` changes with membership and suspicion, not with load."""
+    """What a reader sees. ``version`` changes with membership and suspicion, not with load.
+
+    ``store``: how the store is reached, when it has several nodes (``kvstore.connect``).
+    """
 
     version: int = 0
     epoch: int = 0
     workers: tuple[Worker, ...] = ()
     suspected: frozenset[tuple[str, int]] = frozenset()
+    store: str = ""
+
+    @property
+    def store_target(self) -> str | None:
+        """What to connect to for the store: all of its nodes, or the only one; None when there is none."""
+        if self.store:
+            return self.store
+        nodes = self.stage("store")
+        return nodes[0].address if nodes else None
 
     def stage(self, stage: str) -> tuple[Worker, ...]:
         """Workers of a stage that may get new work: neither suspected nor draining."""
@@ -83,11 +95,12 @@ class DirectoryState:
     """Workers by address. One owner; times are the caller's, in seconds, monotonic.
 
     ``expire_after_s``: silence after which a worker is gone. ``epoch``: tells one directory process from
-    the next.
+    the next. ``store``: see ``View``.
     """
 
-    def __init__(self, expire_after_s: float, epoch: int = 0) -> None:
+    def __init__(self, expire_after_s: float, epoch: int = 0, store: str = "") -> None:
         self._expire_after_s = expire_after_s
+        self.store = store
         self.epoch = epoch
         self._workers: dict[str, Worker] = {}
         self._seen_s: dict[str, float] = {}
@@ -150,7 +163,8 @@ class DirectoryState:
     def view(self) -> View:
         """The present state."""
         workers = sorted(self._workers.values(), key=lambda w: (w.stage, w.address))
-        return View(self._version, self.epoch, tuple(workers), frozenset(self._suspected.items()))
+        suspected = frozenset(self._suspected.items())
+        return View(self._version, self.epoch, tuple(workers), suspected, self.store)
 
     def _forget(self, address: str, now_s: float) -> None:
         worker = self._workers.pop(address)

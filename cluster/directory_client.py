@@ -37,7 +37,8 @@ class LocalDirectory:
 
     def restart(self) -> None:
         """Forget everything, as a directory does whose process was replaced."""
-        self.state = DirectoryState(self._expire_after_s, epoch=self.state.epoch + 1)
+        epoch, store = self.state.epoch + 1, self.state.store
+        self.state = DirectoryState(self._expire_after_s, epoch=epoch, store=store)
 
     async def announce(self, worker: Worker) -> int:
         """See ``Directory``."""

@@ -51,12 +51,10 @@ class LaunchError(RuntimeError):
 
 
 class PortInUse(LaunchError):
-    """The gateway's port is taken by another process."""
+    """A port of the gateway is taken by another process. ``field``: the setting that names it."""
 
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(
-            "gateway", f"gateway.port: {host}:{port} is in use; choose another, or 0 for a free one"
-        )
+    def __init__(self, host: str, port: int, field: str = "gateway.port") -> None:
+        super().__init__("gateway", f"{field}: {host}:{port} is in use; choose another, or 0 for a free one")
         self.host = host
         self.port = port
 

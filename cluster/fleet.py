@@ -105,10 +105,6 @@ class Fleet:
             raise NoWorker("encoder", f"{len(self.view.all('encoder'))} known, {len(excluded)} excluded")
         return worker
 
-    def store(self) -> Worker | None:
-        """The store node, None when there is none."""
-        return next(iter(self.view.stage("store")), None)
-
     def held(self, worker: Worker, keys: Sequence[bytes]) -> None:
         """Remember that this worker holds these pages now."""
         self._affinity[worker.stage].record(keys, worker.address)

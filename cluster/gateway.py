@@ -15,13 +15,15 @@ from cedar.cluster.directory_client import Directory
 from cedar.cluster.errors import PortInUse
 from cedar.cluster.fleet import Fleet
 from cedar.cluster.generation import GenerationService
-from cedar.cluster.stage_calls import WORKER
+from cedar.cluster.stage_calls import CANCEL_TIMEOUT_S, WORKER
 from cedar.cluster.store_lookup import StoreLookup
 from cedar.cluster.tenants import Tenants
+from cedar.cluster.worker_configs import store_tls
 from cedar.kvstore.rpc import add_health, server_options, service_handler
 from cedar.v1 import generation_pb2, stages_pb2
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+FREE_S = 2 * CANCEL_TIMEOUT_S
 
 
 class Gateway:
@@ -48,15 +50,17 @@ class Gateway:
             max_image_bytes=settings.max_image_bytes,
             max_image_pixels=settings.max_image_pixels,
         )
-        self.store = StoreLookup(self.fleet, tools.fingerprint, self._config.deadlines.store_s)
+        timeout_s, tls = self._config.deadlines.store_s, store_tls(self._config)
+        self.store = StoreLookup(self.fleet, tools.fingerprint, timeout_s, tls)
         self.service = GenerationService(self._config, tools, self._tenants, self.fleet, self.store)
         server = grpc.aio.server(options=server_options(settings.max_request_bytes))
         server.add_generic_rpc_handlers(
             (service_handler(GENERATION, self.service), service_handler(WORKER, self))
         )
         self._health = add_health(server, [GENERATION, WORKER])
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
-            port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+            port = server.add_insecure_port(f"{host}:{settings.port}")
         except RuntimeError:
             port = 0
         if port == 0:
@@ -65,11 +69,11 @@ class Gateway:
             try:
                 self.service.prompts.serve(settings.metrics_port)
             except OSError:
-                raise PortInUse("127.0.0.1", settings.metrics_port) from None
+                raise PortInUse("127.0.0.1", settings.metrics_port, "gateway.metrics_port") from None
         await self.fleet.start()
         await server.start()
         self._server = server
-        self._address = f"{settings.host}:{port}"
+        self._address = f"{host}:{port}"
         return self._address
 
     async def stop(self, drain_s: float) -> None:
@@ -80,6 +84,7 @@ class Gateway:
         self.service.draining = True
         await self._health.enter_graceful_shutdown()
         await server.stop(grace=drain_s)
+        await self.service.ended(FREE_S)  # cancelled calls still tell the stages to let go
         await self.store.close()
         await self.fleet.stop()
         self.service.close()

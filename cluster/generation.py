@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
 from cedar.actors.prompts import Prompt, PromptTools
@@ -64,8 +65,10 @@ class GenerationService:
                 raise RequestFailed(StatusCode.UNAVAILABLE, "the gateway is going away")
             tenant = self._tenants.of(context.invocation_metadata() or ())
             with self.active.entered(tenant.name, request.request_id) as key:
-                async for response in self._serve(request, tenant, key, context):
-                    yield response
+                # Closed here, not when it is collected: the id is free once nothing of the request is left.
+                async with aclosing(self._serve(request, tenant, key, context)) as responses:
+                    async for response in responses:
+                        yield response
         except Unauthenticated as error:
             await self._refuse(context, StatusCode.UNAUTHENTICATED, str(error))
         except CallerError as error:
@@ -100,6 +103,13 @@ class GenerationService:
             vision=tools.vision,
         )
 
+    async def ended(self, within_s: float) -> bool:
+        """Wait until every request has freed what it held; whether that came in time."""
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        while self.active and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.01)
+        return not self.active
+
     def close(self) -> None:
         """Let the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -107,12 +117,11 @@ class GenerationService:
 
     async def _serve(
         self, request: pb.GenerateRequest, tenant: Tenant, key: tuple[str, str], context: Any
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse]:
         loop = asyncio.get_running_loop()
         account = Account(loop.time())
         deadline_s = loop.time() + self._allowed_s(context)
-        self.admission.check()
-        prompt = await loop.run_in_executor(self._threads, self._prepare, request)
+        prompt = await self._prepared(request, deadline_s)
         sampling = admitted_sampling(len(prompt.ids), request.sampling, self._limits)
         stream = ClientStream(key[1], self._tools.text(list(sampling.stop)))
         recovery = Recovery(
@@ -142,15 +151,16 @@ class GenerationService:
     ) -> common.FinishReason:
         loop = asyncio.get_running_loop()
         waiting_since_s = loop.time()
-        limit = asyncio.timeout_at(deadline_s)
-        try:
-            async with limit, self.admission.room():
-                account.waited(loop.time() - waiting_since_s)
-                return await life.run(stream)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RequestFailed(StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed") from None
+        async with _until(deadline_s), self.admission.room():
+            account.waited(loop.time() - waiting_since_s)
+            return await life.run(stream)
+
+    async def _prepared(self, request: pb.GenerateRequest, deadline_s: float) -> Prompt:
+        """The prompt, once a thread had time for it."""
+        loop = asyncio.get_running_loop()
+        with self.admission.arriving():
+            async with _until(deadline_s):
+                return await loop.run_in_executor(self._threads, self._prepare, request)
 
     def _prepare(self, request: pb.GenerateRequest) -> Prompt:
         """On a thread of its own: tokenizing and decoding images take milliseconds to seconds."""
@@ -204,6 +214,19 @@ class GenerationService:
         metadata = (("retry-after-ms", str(retry_after_ms)),) if retry_after_ms else ()
         await context.abort(status, detail, metadata)
         raise AssertionError("abort raises")
+
+
+@asynccontextmanager
+async def _until(deadline_s: float) -> AsyncIterator[None]:
+    """Ends the block at the request's deadline, with the status for it."""
+    limit = asyncio.timeout_at(deadline_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestFailed(StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed") from None
 
 
 def _reason(task: asyncio.Task[common.FinishReason]) -> common.FinishReason:

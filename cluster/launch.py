@@ -107,6 +107,7 @@ class RunningCluster:
     def _start(self, progress: Progress, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         check_port(self.config.gateway.host, self.config.gateway.port)
+        check_port("127.0.0.1", self.config.gateway.metrics_port or 0, "gateway.metrics_port")
         check_checkpoint(self.config)
         # Ray's start is mostly waiting for its processes; what comes after needs modules that take a second.
         ahead = threading.Thread(target=import_ahead, name="import-ahead", daemon=True)
@@ -199,8 +200,8 @@ def serve_forever(
     return 0
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ``PortInUse`` when something listens there already."""
+def check_port(host: str, port: int, field: str = "gateway.port") -> None:
+    """Raise ``PortInUse``, which names ``field``, when something listens there already."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -209,4 +210,4 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PortInUse(host, port) from error
+            raise PortInUse(host, port, field) from error

@@ -6,11 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
+import yaml
 from cedar.cluster import state_file
 from cedar.cluster.errors import LaunchError
 from cedar.cluster.processes import ProcessId, end_session, wait_gone
@@ -52,8 +54,9 @@ class ClusterStatus:
 
 def status(state: ClusterState, timeout_s: float = 2.0) -> ClusterStatus:
     """Ask all workers at once. Never raises for one that does not answer."""
+    tls = _store_tls(state)
     with ThreadPoolExecutor(max(1, min(32, len(state.workers)))) as pool:
-        reports = tuple(pool.map(lambda entry: _report(entry, timeout_s), state.workers))
+        reports = tuple(pool.map(lambda entry: _report(entry, timeout_s, tls), state.workers))
     model = None
     with contextlib.suppress(grpc.RpcError), _stub(state.address, GENERATION) as stub:
         model = stub.GetModel(generation.GetModelRequest(), timeout=timeout_s)
@@ -78,15 +81,33 @@ def stop(state: ClusterState, timeout_s: float = 60.0) -> None:
 
 
 @contextlib.contextmanager
-def _stub(address: str, service: ServiceDescriptor) -> Iterator[ServiceStub]:
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+def _stub(
+    address: str, service: ServiceDescriptor, tls: Mapping[str, str] | None = None
+) -> Iterator[ServiceStub]:
+    with _channel(address, tls) as channel:
         yield ServiceStub(channel, service)
 
 
-def _report(entry: WorkerEntry, timeout_s: float) -> WorkerReport:
+def _channel(address: str, tls: Mapping[str, str] | None) -> grpc.Channel:
+    options = channel_options()
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    pems = [Path(tls[name]).read_bytes() for name in ("ca_file", "key_file", "certificate_file")]
+    if tls.get("server_name"):
+        options = [*options, ("grpc.ssl_target_name_override", tls["server_name"])]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), options=options)
+
+
+def _store_tls(state: ClusterState) -> Mapping[str, str] | None:
+    config = yaml.safe_load(state.config_yaml) or {}
+    tls: Mapping[str, str] | None = (config.get("store") or {}).get("tls")
+    return tls
+
+
+def _report(entry: WorkerEntry, timeout_s: float, tls: Mapping[str, str] | None) -> WorkerReport:
     try:
         if entry.stage == "store":
-            with _stub(entry.address, STORE) as stub:
+            with _stub(entry.address, STORE, tls) as stub:
                 answer = stub.Stats(store.StatsRequest(), timeout=timeout_s)
             return WorkerReport(entry, store=dict(answer.values))
         with _stub(entry.address, WORKER) as stub:
@@ -94,3 +115,5 @@ def _report(entry: WorkerEntry, timeout_s: float) -> WorkerReport:
     except grpc.RpcError as error:
         code = getattr(error, "code", None)
         return WorkerReport(entry, error=code().name.lower() if callable(code) else str(error))
+    except OSError as error:
+        return WorkerReport(entry, error=f"store.tls: {error.filename}: {error.strerror}")

@@ -182,7 +182,14 @@ class RequestLife:
             worker = workers[key]
             timeout_s = min(self._deadlines.encode_s, self._recovery.remaining_s())
             with self._fleet.working(worker):
-                done = await encode(self._fleet.channel(worker), worker, job.files[key], key, timeout_s)
+                done = await encode(
+                    self._fleet.channel(worker),
+                    worker,
+                    job.files[key],
+                    key,
+                    tenant=job.tenant,
+                    timeout_s=timeout_s,
+                )
             return not done.cached
 
         try:
@@ -197,16 +204,16 @@ class RequestLife:
     async def _note_admitted(self, admitted: pb.PrefillAdmitted, listener: Listener) -> None:
         if self._account.admitted(admitted.sources):
             await listener.started(admitted.sources)
-        if not self.generated:
-            # What the first tokens were computed from; a resumed stream must be computed from the same.
-            self._hit = resumed_hit(self._hit, admitted.sources.state_restored)
-            self._encoder_start = admitted.encoder_start
+        # What the tokens are computed from, now; a resumed stream must be computed from the same.
+        self._hit = resumed_hit(self._hit, admitted.sources.state_restored)
+        self._encoder_start = admitted.encoder_start
 
     async def _stream(
         self, call: PrefillCall, decode: Worker, stage_id: str, listener: Listener, at_prefill: ExitStack
     ) -> pb.StreamEnd | None:
         """Pass tokens on until the end; None when the client has had enough."""
         reopened = False
+        resumed_at = len(self.generated)
         while True:
             before = len(self.generated)
             try:
@@ -228,8 +235,9 @@ class RequestLife:
                         if not await listener.token(response.token):
                             return None
             except StageFailure as failure:
-                cause = await call.failure(within_s=0.0 if self.generated else 0.5)
-                if cause is not None and not self.generated:
+                silent = len(self.generated) == resumed_at
+                cause = await call.failure(within_s=0.5 if silent else 0.0)
+                if cause is not None and silent:
                     raise cause from failure
                 # Only the connection may have broken: the worker keeps the tokens, so ask it once more.
                 if reopened or failure.failure.code is not StatusCode.UNAVAILABLE:

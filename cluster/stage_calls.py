@@ -58,10 +58,16 @@ def broken(
 
 
 async def encode(
-    channel: grpc.aio.Channel, worker: Worker, image: bytes, content_hash: bytes, timeout_s: float
+    channel: grpc.aio.Channel,
+    worker: Worker,
+    image: bytes,
+    content_hash: bytes,
+    *,
+    tenant: bytes,
+    timeout_s: float,
 ) -> pb.EncodeResponse:
-    """Run the vision tower on one image. The features stay at the worker."""
-    request = pb.EncodeRequest(image=image, content_hash=content_hash)
+    """Run the vision tower on one image. The features stay at the worker, for this tenant alone."""
+    request = pb.EncodeRequest(image=image, content_hash=content_hash, tenant=tenant)
     try:
         response: pb.EncodeResponse = await ServiceStub(channel, ENCODE).Encode(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
@@ -119,6 +125,12 @@ class PrefillCall:
                     return done
         except grpc.aio.AioRpcError as error:
             raise StageFailure(read_failure("prefill", error), self.worker) from error
+        except asyncio.CancelledError:
+            reader = asyncio.current_task()
+            if reader is None or reader.cancelling():
+                raise
+            # gRPC cancels the calls of a channel that is closed, as those to workers no longer known are.
+            raise broken("prefill", self.worker, "the channel was closed") from None
         raise broken("prefill", self.worker, "ended without a result")
 
 

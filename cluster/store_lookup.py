@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cedar.cluster.fleet import Fleet
 from cedar.cluster.hits import Hit
-from cedar.kvstore.client import StoreClient
+from cedar.kvstore.connect import Store, connect
+from cedar.kvstore.tls import TlsConfig
 from cedar.kvstore.window_match import longest_window
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import stages_pb2 as stages
@@ -31,12 +32,15 @@ class Query:
 class StoreLookup:
     """Follows the store when it moves. ``timeout_s`` bounds a look-up."""
 
-    def __init__(self, fleet: Fleet, fingerprint: bytes, timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, fingerprint: bytes, timeout_s: float, tls: TlsConfig | None = None
+    ) -> None:
         self._fleet = fleet
         self._fingerprint = fingerprint
         self._timeout_s = timeout_s
-        self._client: StoreClient | None = None
-        self._address = ""
+        self._tls = tls
+        self._client: Store | None = None
+        self._target = ""
         self.misses_by_error = 0
 
     async def hit(self, query: Query) -> Hit:
@@ -64,12 +68,14 @@ class StoreLookup:
             await self._client.close()
             self._client = None
 
-    async def _current(self) -> StoreClient | None:
-        worker = self._fleet.store()
-        if worker is None:
+    async def _current(self) -> Store | None:
+        target = self._fleet.view.store_target
+        if target is None:
             return None
-        if self._client is None or worker.address != self._address:
-            await self.close()
-            self._address = worker.address
-            self._client = StoreClient(worker.address, fingerprint=self._fingerprint)
-        return self._client
+        client = self._client
+        if client is None or target != self._target:
+            old, self._target = client, target
+            self._client = client = connect(target, fingerprint=self._fingerprint, tls=self._tls)
+            if old is not None:
+                await old.close()
+        return client

@@ -7,9 +7,11 @@ tenants never share a page and cannot guess each other's keys. It never comes fr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +98,14 @@ def load_secret(settings: AuthSettings, store_directory: str | None) -> bytes:
         return secrets.token_bytes(SECRET_BYTES)
     path = Path(store_directory) / "tenant-secret"
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_bytes()
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(SECRET_BYTES))
+    if not path.exists():
+        # Several processes may want it in the same moment: whole under its name, or not there.
+        descriptor, fresh = tempfile.mkstemp(prefix=".tenant-secret-", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, path)
+        os.unlink(fresh)
     return path.read_bytes()
 
 

@@ -93,3 +93,51 @@ def write_entries(
         c.expect(f"entries.{name}", rows, f"G {plane.row_bytes}", torch.uint8)
         check_plane(c, f"planes.{name}", plane, rows=planes.main_payload.rows)
     paging_ref.scatter(pages, planes, page_table, seq, entry, entries)
+
+
+def compress_into_pages(
+    kv: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    key_norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    freqs: torch.Tensor,
+    eps: float,
+    pages: torch.Tensor,
+    planes: EntryPlanes,
+    page_table: torch.Tensor,
+    seq: torch.Tensor,
+    entry: torch.Tensor,
+) -> None:
+    """`pool_groups`, `compress_entries` and `write_entries`, one launch on a GPU.
+
+    kv and gate fp32 [G, m, D]; or gate None and kv the pooled bf16 [G, D]. The rest as in those three.
+    """
+    fits = kv.shape[-1].bit_count() == 1 and key_weight.shape[0].bit_count() == 1 and key_weight.shape[0] >= 32
+    if kv.is_cuda and fits:
+        from cedar.kernels import compress_triton
+        from cedar.kernels.rope import rope_table
+
+        c = Contract("compress_into_pages")
+        c.expect("kv", kv, "G D" if gate is None else "G m D", torch.bfloat16 if gate is None else torch.float32)
+        if gate is not None:
+            c.expect("gate", gate, "G m D", torch.float32)
+        c.expect("norm_weight", norm_weight, "D", torch.bfloat16)
+        c.expect("key_weight", key_weight, "Di D", *FLOATS)
+        c.expect("key_norm_weight", key_norm_weight, "Di", torch.bfloat16)
+        c.expect("pages", pages, "P B", torch.uint8)
+        c.expect("page_table", page_table, "S maxp", *INDEX_TYPES)
+        c.expect("seq", seq, "G", *INDEX_TYPES)
+        c.expect("entry", entry, "G", *INDEX_TYPES)
+        sizes = (c.dims["D"] // 2, c.dims["D"] // 16, c.dims["Di"] // 2, c.dims["Di"] // 32)
+        for name, plane, size in zip(EntryPlanes._fields, planes, sizes, strict=True):
+            check_plane(c, f"planes.{name}", plane, row_bytes=size, rows=planes.main_payload.rows)
+        rope = rope_table(positions, freqs)
+        compress_triton.write_entries(
+            kv, gate, norm_weight, key_weight, key_norm_weight, rope, eps, pages, planes, page_table, seq, entry
+        )
+        return
+    pooled = kv if gate is None else pool_groups(kv, gate)
+    entries = compress_entries(pooled, norm_weight, key_weight, key_norm_weight, positions, freqs, eps)
+    write_entries(pages, planes, page_table, seq, entry, entries)

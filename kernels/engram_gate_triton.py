@@ -13,25 +13,36 @@ from cedar.kernels.packed_triton import to_bf16
 def _gate(
     x_ptr, key_ptr, value_ptr, q_ptr, k_ptr, image_ptr, out_ptr, width, eps, HC: tl.constexpr, B: tl.constexpr
 ):
-    """Grid (tokens, HC): one stream of one token, float64 sums."""
+    """Grid (tokens, HC): one stream of one token, float64 sums, B channels at a time."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
-    at = tl.arange(0, B)
-    inside = at < width
-    base = (token * HC + stream) * width + at
-    x = tl.load(x_ptr + base, mask=inside, other=0.0).to(tl.float64)
-    key = tl.load(key_ptr + base, mask=inside, other=0.0).to(tl.float64)
-    q = tl.load(q_ptr + stream * width + at, mask=inside, other=0.0).to(tl.float64)
-    k = tl.load(k_ptr + stream * width + at, mask=inside, other=0.0).to(tl.float64)
-    a = tl.sum(x * q * k * key, axis=0)
-    a = a / tl.sqrt(tl.sum(x * x, axis=0) / width + eps) / tl.sqrt(tl.sum(key * key, axis=0) / width + eps)
+    base = (token * HC + stream) * width
+    product = tl.zeros([B], tl.float64)
+    squares = tl.zeros([B], tl.float64)
+    key_squares = tl.zeros([B], tl.float64)
+    for start in range(0, width, B):
+        at = tl.multiple_of(start, B) + tl.arange(0, B)
+        inside = at < width
+        x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float64)
+        key = tl.load(key_ptr + base + at, mask=inside, other=0.0).to(tl.float64)
+        q = tl.load(q_ptr + stream * width + at, mask=inside, other=0.0).to(tl.float64)
+        k = tl.load(k_ptr + stream * width + at, mask=inside, other=0.0).to(tl.float64)
+        product += x * q * k * key
+        squares += x * x
+        key_squares += key * key
+    a = tl.sum(product, axis=0)
+    a = a / tl.sqrt(tl.sum(squares, axis=0) / width + eps) / tl.sqrt(tl.sum(key_squares, axis=0) / width + eps)
     a = a / tl.sqrt(width.to(tl.float64))
     root = tl.sqrt(tl.maximum(tl.abs(a), 1e-6))
     root = tl.where(a > 0, root, tl.where(a < 0, -root, 0.0))
     gate = 1.0 / (1.0 + tl.exp(-root.to(tl.float32)))
-    gate = tl.where(tl.load(image_ptr + token) != 0, 0.0, gate)
-    value = tl.load(value_ptr + token * width + at, mask=inside, other=0.0).to(tl.float64)
-    tl.store(out_ptr + base, to_bf16((x + gate.to(tl.float64) * value).to(tl.float32)), mask=inside)
+    gate = tl.where(tl.load(image_ptr + token) != 0, 0.0, gate).to(tl.float64)
+    for start in range(0, width, B):
+        at = tl.multiple_of(start, B) + tl.arange(0, B)
+        inside = at < width
+        x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float64)
+        value = tl.load(value_ptr + token * width + at, mask=inside, other=0.0).to(tl.float64)
+        tl.store(out_ptr + base + at, to_bf16((x + gate * value).to(tl.float32)), mask=inside)
 
 
 def engram_gate(
@@ -47,9 +58,9 @@ def engram_gate(
     tokens, streams, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if tokens:
-        size = triton.next_power_of_2(width)
+        size = min(1024, triton.next_power_of_2(width))
         _gate[(tokens, streams)](
             x.contiguous(), key.contiguous(), value.contiguous(), q_weight.contiguous(), k_weight.contiguous(),
-            is_image.contiguous().view(torch.uint8), out, width, eps, streams, size, num_warps=4 if size <= 2048 else 8,
+            is_image.contiguous().view(torch.uint8), out, width, eps, streams, size, num_warps=4,
         )  # fmt: skip
     return out

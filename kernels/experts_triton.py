@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.linear_triton import FOR_FP4, hopper, packed_rows, permuted
+from cedar.kernels.linear_triton import FOR_FP4, WIDE, hopper, packed_rows, permuted
 from cedar.kernels.packed_triton import to_bf16
 
 SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by torch
@@ -123,10 +123,18 @@ def grouped_experts(
     slots_count = tokens * k
     share = slots_count / experts
     fast = x.is_cuda and width % 128 == 0 and inner % 128 == 0 and hopper(x.device.index or 0)
-    together = 16 if not fast else 8 if share <= 4 else 16 if share <= 12 else 32
+    together = 16 if not fast else 8 if share <= 4 else 16 if share <= 12 else 64
     slots, owners, tiles = _tiles_of(ids, experts, together)
     y = torch.empty(slots_count, width, dtype=torch.bfloat16, device=x.device)
-    if fast:
+    if fast and together == 64:
+        from cedar.kernels.weights_hopper import expert_hidden_wide, expert_output_wide
+
+        hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
+        expert_hidden_wide[(inner // 64, tiles)](
+            permuted(x, FOR_FP4 + WIDE), slots, owners, weights, w1, s1, w3, s3, hidden, inner, k, limit, width, num_warps=4
+        )
+        expert_output_wide[(width // 64, tiles)](hidden, slots, owners, w2, s2, y, width, inner, num_warps=4)
+    elif fast:
         from cedar.kernels.weights_hopper import expert_hidden, expert_output
 
         hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from cedar.kernels.packed_triton import INTERPRETED, e2m1, exponent_value, fp8_round_trip, to_bf16
 
-FEW_TOKENS = 128
+FEW_TOKENS, SOME_TOKENS = 16, 1024  # up to which mma.sync, wgmma on packed weights; beyond, a library product
 NATURAL, FOR_FP8, FOR_FP4 = 0, 1, 2  # channel orders of `permuted`
+WIDE = 4  # added to an order: as `weights_hopper`'s wgmma kernels meet it
 
 
 @triton.jit
@@ -23,15 +24,18 @@ def _permuted(x_ptr, out_ptr, columns, ORDER: tl.constexpr, B: tl.constexpr):
     """Grid (rows, ceil(columns / B))."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.program_id(1) * B + tl.arange(0, B)
-    if ORDER == 1:  # bytes 1, 3, 0, 2 of every four
+    source = at
+    if ORDER % 4 == 1:  # bytes 1, 3, 0, 2 of every four
         source = at - at % 4 + (1 - (at % 4) // 2) + 2 * (at % 2)
-    elif ORDER == 2:  # nibbles 3, 7, 2, 6, 1, 5, 0, 4 of every eight
+    elif ORDER % 4 == 2:  # nibbles 3, 7, 2, 6, 1, 5, 0, 4 of every eight
         source = at - at % 8 + (3 - (at % 8) // 2) + 4 * (at % 2)
-    else:
-        source = at
+    target = at
+    if ORDER >= 4:  # a thread's 32 channels, two here and two there of every sixteen
+        m = at % 128
+        target = at - m + (m % 32 // 4) * 16 + (m // 2 % 2) * 8 + (m // 32) * 2 + m % 2
     x = tl.load(x_ptr + row + source, mask=at < columns, other=0.0).to(tl.float32)
     x = tl.reshape(fp8_round_trip(tl.reshape(x, [1, B]), B // 32), [B])
-    tl.store(out_ptr + row + at, to_bf16(x), mask=at < columns)
+    tl.store(out_ptr + row + target, to_bf16(x), mask=at < columns)
 
 
 def permuted(x: torch.Tensor, order: int = NATURAL) -> torch.Tensor:
@@ -137,7 +141,7 @@ def _few(
     from cedar.kernels.weights_hopper import linear_rows
 
     tokens = x.shape[0]
-    together = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+    together = 8 if tokens <= 8 else 16
     tiles = outputs // 64
     wide = triton.cdiv(tokens, together)
     blocks = columns // 128
@@ -162,6 +166,14 @@ def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
         out = _few(
             permuted(flat, FOR_FP8), weight.view(torch.uint8), scale, outputs, columns, outputs, 0, torch.bfloat16
         )
+    elif flat.shape[0] <= SOME_TOKENS and fits and x.is_cuda and hopper(x.device.index or 0):
+        from cedar.kernels.weights_hopper import linear_wide
+
+        out = torch.empty(flat.shape[0], outputs, dtype=torch.bfloat16, device=x.device)
+        linear_wide[(outputs // 64, triton.cdiv(flat.shape[0], 64))](
+            permuted(flat, FOR_FP8 + WIDE), weight.view(torch.uint8), scale, out, flat.shape[0], outputs, columns,
+            columns, num_warps=4,
+        )  # fmt: skip
     elif x.is_cuda:
         out = permuted(flat) @ expand_blocks(weight, scale).T
     else:
@@ -189,7 +201,7 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -
     outputs, columns = weight.shape
     flat = x.reshape(-1, columns)
     fits = columns % 128 == 0 and outputs % 64 == 0 and weight.is_contiguous() and flat.is_contiguous()
-    if 0 < flat.shape[0] <= 32 and fits and hopper(x.device.index or 0):
+    if 0 < flat.shape[0] <= 16 and fits and hopper(x.device.index or 0):
         out = _few(flat, weight, weight, outputs, columns, outputs, 1, out_dtype)
     elif out_dtype == torch.bfloat16:
         out = flat @ weight.T
@@ -203,6 +215,6 @@ def grouped_output(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tokens, groups, columns = o.shape
     rank = weight.shape[1]
     fits = columns % 128 == 0 and rank % 64 == 0 and weight.is_contiguous() and o.is_contiguous()
-    if 0 < tokens <= 32 and fits and hopper(o.device.index or 0):
+    if 0 < tokens <= 16 and fits and hopper(o.device.index or 0):
         return _few(o.view(tokens, -1), weight, weight, groups * rank, columns, rank, 1, torch.bfloat16)
     return torch.bmm(o.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).reshape(tokens, groups * rank)

@@ -18,42 +18,49 @@ from cedar.kernels.packed_triton import INTERPRETED, bf16_round, to_bf16
 
 @triton.jit
 def _boundary(
-    x_ptr, y_ptr, post_ptr, comb_ptr, pre_ptr, norm_ptr, out_ptr, collapsed_ptr, normed_ptr, width, eps,
+    x_ptr, y_ptr, post_ptr, comb_ptr, pre_ptr, norm_ptr, out_ptr, row_ptr, width, eps,
     HC: tl.constexpr, B: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens): all `width` <= B channels of a token."""
+    """Grid (tokens): a token's channels, B at a time; the norm reads the collapsed row again, out of the cache."""
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, B)
-    inside = at < width
-    base = token * HC * width + at
-    x0 = tl.load(x_ptr + base, mask=inside, other=0.0).to(tl.float32)
-    x1 = tl.load(x_ptr + base + width, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + base + 2 * width, mask=inside, other=0.0).to(tl.float32)
-    x3 = tl.load(x_ptr + base + 3 * width, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([B], tl.float32)
-    if EXPAND:
-        y = tl.load(y_ptr + token * width + at, mask=inside, other=0.0).to(tl.float32)
-    for t in tl.static_range(HC):
+    squares = tl.zeros([B], tl.float64)
+    for start in range(0, width, B):
+        at = tl.multiple_of(start, B) + tl.arange(0, B)
+        inside = at < width
+        base = token * HC * width + at
+        x0 = tl.load(x_ptr + base, mask=inside, other=0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + base + width, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + base + 2 * width, mask=inside, other=0.0).to(tl.float32)
+        x3 = tl.load(x_ptr + base + 3 * width, mask=inside, other=0.0).to(tl.float32)
+        total = tl.zeros([B], tl.float32)
         if EXPAND:
-            comb = comb_ptr + token * HC * HC + t
-            new = tl.load(comb) * x0 + tl.load(comb + HC) * x1
-            new = new + tl.load(comb + 2 * HC) * x2
-            new = new + tl.load(comb + 3 * HC) * x3
-            new = bf16_round(new + tl.load(post_ptr + token * HC + t) * y)
-            tl.store(out_ptr + base + t * width, to_bf16(new), mask=inside)
-        else:
-            new = x0 if t == 0 else (x1 if t == 1 else (x2 if t == 2 else x3))
+            y = tl.load(y_ptr + token * width + at, mask=inside, other=0.0).to(tl.float32)
+        for t in tl.static_range(HC):
+            if EXPAND:
+                comb = comb_ptr + token * HC * HC + t
+                new = tl.load(comb) * x0 + tl.load(comb + HC) * x1
+                new = new + tl.load(comb + 2 * HC) * x2
+                new = new + tl.load(comb + 3 * HC) * x3
+                new = bf16_round(new + tl.load(post_ptr + token * HC + t) * y)
+                tl.store(out_ptr + base + t * width, to_bf16(new), mask=inside)
+            else:
+                new = x0 if t == 0 else (x1 if t == 1 else (x2 if t == 2 else x3))
+            if COLLAPSE:
+                total = total + tl.load(pre_ptr + token * HC + t) * new
         if COLLAPSE:
-            total = total + tl.load(pre_ptr + token * HC + t) * new
-    if COLLAPSE:
-        total = bf16_round(total)
-        if NORM:
+            total = bf16_round(total)
+            tl.store(row_ptr + token * width + at, to_bf16(total), mask=inside)
             wide = total.to(tl.float64)
-            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
-            normed = wide * scale * tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float64)
-            tl.store(normed_ptr + token * width + at, to_bf16(normed.to(tl.float32)), mask=inside)
-        else:
-            tl.store(collapsed_ptr + token * width + at, to_bf16(total), mask=inside)
+            squares += wide * wide
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / width + eps)
+        tl.debug_barrier()
+        for start in range(0, width, B):
+            at = tl.multiple_of(start, B) + tl.arange(0, B)
+            inside = at < width
+            total = tl.load(row_ptr + token * width + at, mask=inside, other=0.0).to(tl.float64)
+            normed = total * scale * tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float64)
+            tl.store(row_ptr + token * width + at, to_bf16(normed.to(tl.float32)), mask=inside)
 
 
 def boundary(
@@ -73,12 +80,12 @@ def boundary(
     if tokens:
         y, post, comb = (t.contiguous() for t in expand) if expand is not None else (x, x, x)
         target = row if row is not None else x
-        size = triton.next_power_of_2(width)
+        size = min(1024, triton.next_power_of_2(width))
         _boundary[(tokens,)](
-            x, y, post, comb, pre.contiguous() if pre is not None else x, norm[0] if norm is not None else x, out, target, target,
+            x, y, post, comb, pre.contiguous() if pre is not None else x, norm[0] if norm is not None else x, out, target,
             width, norm[1] if norm is not None else 0.0,
             streams, size, expand is not None, pre is not None, norm is not None,
-            num_warps=4 if size <= 2048 else 16, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, row
 
@@ -161,11 +168,12 @@ def mix(
     pre, post = (torch.empty(tokens, streams, dtype=torch.float32, device=x.device) for _ in range(2))
     comb = torch.empty(tokens, streams, streams, dtype=torch.float32, device=x.device)
     if tokens:
-        programs = triton.cdiv(tokens, 16)
+        together = 64 if tokens >= 1024 else 16
+        programs = triton.cdiv(tokens, together)
         splits = max(1, min(40, triton.cdiv(flat, 256), 264 // programs))
         part = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device)
         _mix[(programs, splits)](
             x.contiguous(), fn.contiguous(), scale, base, part, _zeros(x.device), pre, post, comb, tokens, flat, eps, hc_eps, rounds,
-            streams, 16, 128, fn.shape[0], splits, num_warps=4,
+            streams, together, 128, fn.shape[0], splits, num_warps=4,
         )  # fmt: skip
     return pre, post, comb

@@ -81,7 +81,8 @@ def to_e4m3(x):
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
-        small = (x + 24576.0) - 24576.0  # an ulp of 2^-9
+        small = ((tl.abs(x) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)  # an ulp of 2^-9
+        small = (small | (bits & -2147483648)).to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < 0.015625, small, normal)
     return x.to(tl.float8e4nv)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 Planes = tuple[tuple[int, int, int], ...]  # (offset, row_bytes, rows) each, with as many rows a page
@@ -9,6 +11,11 @@ Planes = tuple[tuple[int, int, int], ...]  # (offset, row_bytes, rows) each, wit
 
 class PageRangeError(ValueError):
     """A page id, sequence or entry number outside of what it indexes; the message names the argument."""
+
+
+def checks_indices() -> bool:
+    """Whether GPU calls read their indices back to refuse those out of range (CEDAR_CHECK_INDICES=1)."""
+    return os.environ.get("CEDAR_CHECK_INDICES") == "1"
 
 
 def rows_view(pages: torch.Tensor, plane: tuple[int, int, int]) -> torch.Tensor:

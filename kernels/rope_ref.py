@@ -44,3 +44,14 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, invers
     crossed = pairs.flip(-1).mul_(torch.sin(angles) * _signs(inverse, x.device))
     turned.copy_((pairs * torch.cos(angles)).add_(crossed))  # (even·cos - odd·sin, odd·cos + even·sin)
     return out
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rotate` with cos and sin [N, R/2] at hand: x bf16 [N, H, C]; -sin turns the other way."""
+    turning = cos.shape[1]
+    out = x.clone(memory_format=torch.contiguous_format)
+    turned = out[..., -2 * turning :].view(*x.shape[:-1], turning, 2)
+    even, odd = turned.to(torch.float32).unbind(-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned.copy_(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1))
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cedar.kernels import sparse_attention_ref
+from cedar.kernels import paging_ref, rope_ref, sparse_attention_ref
 from cedar.kernels.contract import Contract
 from cedar.kernels.fp8 import window_row_bytes
 from cedar.kernels.paging import INDEX_TYPES, Plane, check_plane
@@ -20,6 +20,7 @@ def sparse_attention(
     window: torch.Tensor,
     window_rows: torch.Tensor,
     sink: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """o bf16 [N, H, D], rounded once, before the inverse RoPE. q bf16 [N, H, D], after RoPE.
 
@@ -27,7 +28,9 @@ def sparse_attention(
     seq int [N]; entries int32 [N, K], -1 for none. All six are None (or K is 0) in a layer without them.
     Window keys: window uint8 [R, D + D/32] (`pack_window_rows`); window_rows int [N, W], rows of it, -1 for
     none. sink fp32 [H] adds exp(sink) to the denominator and is not scaled. A query with no key at all gives
-    zeros. Raises PageRangeError (CPU) naming seq, entries, page_table or window_rows when one points outside.
+    zeros. With `rope` = (cos, sin) fp32 [N, R/2] (`rope_table`) q comes before its RoPE and o leaves after the
+    inverse. Raises PageRangeError (CPU; on a GPU with CEDAR_CHECK_INDICES=1, else clamped there) naming seq,
+    entries, page_table or window_rows when one points outside.
     """
     c = Contract("sparse_attention")
     c.expect("q", q, "N H D", torch.bfloat16)
@@ -36,8 +39,12 @@ def sparse_attention(
     c.expect("window", window, "R D_row", torch.uint8)
     c.expect("window_rows", window_rows, "N W", *INDEX_TYPES)
     c.expect("sink", sink, "H", torch.float32)
+    if rope is not None:
+        c.expect("rope cos", rope[0], "N F", torch.float32)
+        c.expect("rope sin", rope[1], "N F", torch.float32)
+        c.require("rope cos", 2 * c.dims["F"] <= c.dims["D"], "turns more channels than q has")
     if entries is None or entries.shape[-1] == 0:
-        return sparse_attention_ref.sparse_attention(q, None, (), None, None, None, window, window_rows, sink)
+        return _attend(q, None, (), None, None, None, window, window_rows, sink, rope)
     if pages is None or page_table is None or seq is None or payload_plane is None or scale_plane is None:
         raise c.refusal("entries", "needs pages, payload_plane, scale_plane, page_table and seq beside it")
     c.expect("pages", pages, "P B", torch.uint8)
@@ -47,6 +54,37 @@ def sparse_attention(
     check_plane(c, "payload_plane", payload_plane, row_bytes=c.dims["D"] // 2)
     check_plane(c, "scale_plane", scale_plane, row_bytes=c.dims["D"] // 16, rows=payload_plane.rows)
     planes = (payload_plane, scale_plane)
-    return sparse_attention_ref.sparse_attention(
+    return _attend(q, pages, planes, page_table, seq, entries, window, window_rows, sink, rope)
+
+
+def _attend(
+    q: torch.Tensor,
+    pages: torch.Tensor | None,
+    planes: tuple[Plane, ...],
+    page_table: torch.Tensor | None,
+    seq: torch.Tensor | None,
+    entries: torch.Tensor | None,
+    window: torch.Tensor,
+    window_rows: torch.Tensor,
+    sink: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """The kernel on a GPU (head dims of a power of two, 32 or more), else the reference, checked already."""
+    width = q.shape[2]
+    if q.is_cuda and width >= 32 and width.bit_count() == 1:
+        from cedar.kernels import sparse_attention_triton
+
+        if paging_ref.checks_indices():
+            paging_ref.check_range("window_rows", window_rows, -1, window.shape[0])
+            if pages is not None and page_table is not None and seq is not None and entries is not None:
+                paging_ref.check_range("seq", seq, 0, page_table.shape[0])
+                paging_ref.check_range("entries", entries, -1, page_table.shape[1] * planes[0].rows)
+        return sparse_attention_triton.sparse_attention(
+            q, pages, planes, page_table, seq, entries, window.contiguous(), window_rows, sink, rope
+        )
+    if rope is not None:
+        q = rope_ref.turn(q, *rope)
+    o = sparse_attention_ref.sparse_attention(
         q, pages, planes, page_table, seq, entries, window, window_rows, sink
     )
+    return o if rope is None else rope_ref.turn(o, rope[0], -rope[1])

@@ -4,6 +4,7 @@
 A warp holds 16 rows of weights; four threads share a row, each with 32 neighbouring channels of every 128: one scale group a
 thread. Which of a thread's 32 channels meets which step of the product does not matter so long as activations are permuted
 alike (`permuted` of `linear_triton`), so no value moves between threads, and no warp waits for another.
+For 64 tokens and more the same operand goes to wgmma, activations coming through shared memory.
 Values are exact in bf16: E2M1 or E4M3 times a power of two, here times 2^-32, which the caller of the sum gives back.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mma_v2, warpgroup_mma
+
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
 
 # Four E4M3 channels and their scale (two bf16, value·2^120) to four bf16, by bytes (1, 3), (0, 2).
 _FP8_ASM = gl.constexpr("""
@@ -78,8 +81,11 @@ _GROUPS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0,
 # Activations [tokens, 128]: a warp's thread has token g (and g + 8) and the same quarter of the channels; warps alike.
 _TOKENS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [8, 128]))  # fmt: skip
 _TOKENS16 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [16, 128]))  # fmt: skip
-_TOKENS32 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [16, 0]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [32, 128]))  # fmt: skip
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE, 2))
+_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128] bf16, 16 bytes a thread
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _ACC, 2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, _ACC, 2))
 
@@ -90,6 +96,8 @@ def _operand(values, SIDE: gl.constexpr, N: gl.constexpr):
     parts = gl.reshape(values, [N, 4, 8, 2, 2])
     if SIDE == 0:
         out = gl.convert_layout(gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [N, 128]), _LEFT)
+    elif SIDE == 2:
+        out = gl.convert_layout(gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [N, 128]), _WIDE_LEFT)
     else:
         out = gl.convert_layout(gl.reshape(gl.permute(parts, (2, 3, 1, 4, 0)), [128, N]), _RIGHT)
     return out
@@ -107,7 +115,7 @@ def load_fp4(weight, scale, block, columns: gl.constexpr):
 
 
 @gluon.jit
-def expand_fp4(words, scales):
+def expand_fp4(words, scales, SIDE: gl.constexpr = 0):
     """mma's left operand bf16·2^-32 [64, 128]."""
     power = gl.minimum(scales.to(gl.int32) + 94, 254) * 0x00800080
     wide = power[:, :, None] + gl.full([64, 4, 4], 0, gl.int32, _GROUPS4)
@@ -118,7 +126,7 @@ def expand_fp4(words, scales):
     )  # fmt: skip
     front = gl.join(gl.join(a0, a1), gl.join(b0, b1))
     both = gl.join(front, gl.join(gl.join(c0, c1), gl.join(d0, d1)))  # [64, word, pair, 2, 2]
-    return _operand(gl.reshape(gl.permute(both, (0, 1, 4, 3, 2)), [64, 128]), 0, 64)
+    return _operand(gl.reshape(gl.permute(both, (0, 1, 4, 3, 2)), [64, 128]), SIDE, 64)
 
 
 @gluon.jit
@@ -133,7 +141,7 @@ def load_fp8(weight, scale, block, columns: gl.constexpr):
 
 
 @gluon.jit
-def expand_fp8(words, scales):
+def expand_fp8(words, scales, SIDE: gl.constexpr = 0):
     """mma's left operand bf16·2^-32 [64, 128]."""
     power = gl.minimum(scales.to(gl.int32) + 88, 254) * 0x00800080
     wide = power[:, :, None] + gl.full([64, 4, 8], 0, gl.int32, _GROUPS8)
@@ -143,7 +151,7 @@ def expand_fp8(words, scales):
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
     )  # fmt: skip
     both = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # [64, word, pair, 2]
-    return _operand(gl.reshape(gl.permute(both, (0, 1, 3, 2)), [64, 128]), 0, 64)
+    return _operand(gl.reshape(gl.permute(both, (0, 1, 3, 2)), [64, 128]), SIDE, 64)
 
 
 @gluon.jit
@@ -157,9 +165,61 @@ def load_bf16(weight, block, columns: gl.constexpr):
 @gluon.jit
 def load_tokens(x, rows, present, block, T: gl.constexpr):
     """Activations [T, 128]: channels 128·block on of the rows at offsets `rows`; zeros where not present."""
-    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else (_TOKENS16 if T == 16 else _TOKENS32)
+    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     return gl.load(x + rows[:, None] + block * 128 + c[None, :], mask=present[:, None], other=0.0)
+
+
+@gluon.jit
+def _load(
+    weight, scale, x_ptr, rows, present, block, columns: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr
+):
+    """Raw weights, their scales and activations of one block of 128 channels."""
+    x = load_tokens(x_ptr, rows, present, block, T)
+    if KIND == 0:
+        words, scales = load_fp8(weight, scale, block, columns)
+    else:
+        words = load_bf16(weight, block, columns)
+        scales = x  # none
+    return words, scales, x
+
+
+@gluon.jit
+def _copy_tokens(shared, x_ptr, rows, block):
+    """Starts copying channels 128·block on of 64 rows at offsets `rows` into shared memory."""
+    c = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPY))
+    async_copy.async_copy_global_to_shared(shared, x_ptr + rows[:, None] + block * 128 + c[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def linear_wide(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride, columns: gl.constexpr
+):
+    """Grid (outputs / 64, ceil(tokens / 64)): x·Wᵀ of 64 tokens with 64 rows of E4M3 weights, by wgmma."""
+    row = gl.program_id(0) * 64
+    token = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY))
+    rows = gl.minimum(token, tokens - 1).to(gl.int64) * x_stride
+    weight = weight_ptr + row.to(gl.int64) * columns
+    scale = scale_ptr + (row // 32).to(gl.int64) * (columns // 32)
+    shared = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], _SHARED)
+    blocks: gl.constexpr = columns // 128
+    acc = gl.full([64, 64], 0.0, gl.float32, _WIDE)
+    _copy_tokens(shared.index(0), x_ptr, rows, 0)
+    _copy_tokens(shared.index(1), x_ptr, rows, gl.minimum(1, blocks - 1))
+    words, scales = load_fp8(weight, scale, 0, columns)
+    for block in range(blocks):
+        left = expand_fp8(words, scales, 2)
+        words, scales = load_fp8(weight, scale, gl.minimum(block + 1, blocks - 1), columns)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _copy_tokens(shared.index((block + 2) % 3), x_ptr, rows, gl.minimum(block + 2, blocks - 1))
+        acc = warpgroup_mma(left, shared.index(block % 3).permute((1, 0)), acc)
+    async_copy.wait_group(0)
+    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _WIDE))
+    t = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, _WIDE))
+    at = t[None, :].to(gl.int64) * outputs + r[:, None]
+    gl.store(out_ptr + at, (acc * 4294967296.0).to(gl.bfloat16), mask=(t < tokens)[None, :])
 
 
 @gluon.jit
@@ -172,7 +232,7 @@ def linear_rows(
     KIND 0: E4M3 weights with 32x32 scales, x permuted; 1: bf16. Row r reads channels from (r // group_rows)·columns of x on.
     The last split to finish adds the parts in order; count_ptr (zeros) is left as it was found.
     """
-    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else (_TOKENS16 if T == 16 else _TOKENS32)
+    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     row = gl.program_id(0) * 64
     token = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(1, LAYOUT))
     present = token < tokens
@@ -189,24 +249,15 @@ def linear_rows(
         weight = weight_ptr + base * columns
         scale = weight_ptr
     acc = gl.full([64, T], 0.0, gl.float32, _ACC)
-    here = gl.minimum(first, blocks - 1)
-    if KIND == 0:
-        words, scales = load_fp8(weight, scale, here, columns)
-    else:
-        words = load_bf16(weight, here, columns)
-    x = load_tokens(x_ptr, rows, present, here, T)
+    end = blocks - 1
+    words, scales, x = _load(weight, scale, x_ptr, rows, present, gl.minimum(first, end), columns, KIND, T)
     for block in range(first, last):
         if KIND == 0:
             left = expand_fp8(words, scales)
         else:
             left = _operand(words, 0, 64)
         right = _operand(x, 1, T)
-        ahead = gl.minimum(block + 1, blocks - 1)
-        if KIND == 0:
-            words, scales = load_fp8(weight, scale, ahead, columns)
-        else:
-            words = load_bf16(weight, ahead, columns)
-        x = load_tokens(x_ptr, rows, present, ahead, T)
+        words, scales, x = _load(weight, scale, x_ptr, rows, present, gl.minimum(block + 1, end), columns, KIND, T)
         acc = mma_v2(left, right, acc)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     t = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(0, _ACC))
@@ -217,9 +268,9 @@ def linear_rows(
     if SPLITS == 1:
         gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mine)
     else:
-        size = tokens.to(gl.int64) * outputs
+        size = tokens * outputs
         gl.store(part_ptr + gl.program_id(2) * size + at, acc, mask=mine)
-        gl.thread_barrier()
+        _barrier()
         cell = count_ptr + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         if gl.atomic_add(cell, 1, sem="acq_rel") == SPLITS - 1:
             total = gl.full([64, T], 0.0, gl.float32, _ACC)
@@ -243,7 +294,7 @@ def expert_hidden(
 
     Tile i is T slots (token·k + choice; -1: none) of expert experts[i] (-1: no tile).
     """
-    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else (_TOKENS16 if T == 16 else _TOKENS32)
+    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     tile = gl.program_id(1)
     expert = gl.load(experts_ptr + tile)
     if expert >= 0:
@@ -272,23 +323,110 @@ def expert_hidden(
             x = load_tokens(x_ptr, rows, present, ahead, T)
             gate = mma_v2(g, right, gate)
             up = mma_v2(u, right, up)
-        mine = gl.load(slots_ptr + tile * T + gl.arange(0, T, layout=gl.SliceLayout(0, _ACC)))
-        weight = gl.load(weight_ptr + gl.maximum(mine, 0))
-        gate = gl.minimum(_round(gate * 4294967296.0), limit)
-        up = gl.minimum(gl.maximum(_round(up * 4294967296.0), -limit), limit)
-        hidden = _round(gate / (1.0 + gl.exp(-gate)) * up * weight[None, :])
-        amax = gl.max(gl.reshape(gl.abs(hidden), [2, 32, T]), axis=1)
-        code = ((gl.maximum(amax, 1e-4) * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
-        parts = gl.reshape(hidden, [2, 32, T])
-        code = gl.convert_layout(code, gl.SliceLayout(1, parts.type.layout))[:, None, :]
-        down = ((254 - code) << 23).to(gl.float32, bitcast=True)
-        scaled = gl.minimum(gl.maximum(parts * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
-        hidden = gl.convert_layout(gl.reshape(scaled * (code << 23).to(gl.float32, bitcast=True), [64, T]), _ACC)
-        channel = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
-        c = channel % 8
-        place = row + channel - c + gl.where(c < 4, 2 * (3 - c), 2 * (7 - c) + 1)
-        at = out_ptr + gl.maximum(mine, 0)[None, :].to(gl.int64) * inner + place[:, None]
-        gl.store(at, hidden.to(gl.bfloat16), mask=(mine >= 0)[None, :])
+        _finish_hidden(gate, up, slots_ptr, weight_ptr, out_ptr, tile, row, inner, limit, T, _ACC, False)
+
+
+@gluon.jit
+def _finish_hidden(
+    gate, up, slots_ptr, weight_ptr, out_ptr, tile, row, inner, limit,
+    T: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Rounds, clamps, SwiGLU, routing weight, FP8 round trip; written in the order in which w2 meets it."""
+    mine = gl.load(slots_ptr + tile * T + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT)))
+    weight = gl.load(weight_ptr + gl.maximum(mine, 0))
+    gate = gl.minimum(_round(gate * 4294967296.0), limit)
+    up = gl.minimum(gl.maximum(_round(up * 4294967296.0), -limit), limit)
+    hidden = _round(gate / (1.0 + gl.exp(-gate)) * up * weight[None, :])
+    parts = gl.reshape(hidden, [2, 32, T])
+    amax = gl.max(gl.abs(parts), axis=1)
+    code = ((gl.maximum(amax, 1e-4) * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    code = gl.convert_layout(code, gl.SliceLayout(1, parts.type.layout))[:, None, :]
+    down = ((254 - code) << 23).to(gl.float32, bitcast=True)
+    scaled = gl.minimum(gl.maximum(parts * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
+    hidden = gl.convert_layout(gl.reshape(scaled * (code << 23).to(gl.float32, bitcast=True), [64, T]), LAYOUT)
+    channel = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    c = channel % 8
+    place = channel - c + gl.where(c < 4, 2 * (3 - c), 2 * (7 - c) + 1)
+    if WIDE:
+        m = place % 128
+        place = place - m + (m % 32 // 4) * 16 + (m // 2 % 2) * 8 + (m // 32) * 2 + m % 2
+    at = out_ptr + gl.maximum(mine, 0)[None, :].to(gl.int64) * inner + place[:, None]
+    gl.store(at, hidden.to(gl.bfloat16), mask=(mine >= 0)[None, :])
+
+
+@gluon.jit
+def expert_hidden_wide(
+    x_ptr, slots_ptr, experts_ptr, weight_ptr, w1_ptr, s1_ptr, w3_ptr, s3_ptr, out_ptr, inner, k, limit,
+    columns: gl.constexpr,
+):  # fmt: skip
+    """`expert_hidden` for tiles of 64 slots, by wgmma."""
+    tile = gl.program_id(1)
+    expert = gl.load(experts_ptr + tile)
+    if expert >= 0:
+        slot = gl.load(slots_ptr + tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY)))
+        rows = (gl.maximum(slot, 0) // k).to(gl.int64) * columns
+        row = gl.program_id(0) * 64
+        base = expert.to(gl.int64) * inner + row
+        w1 = w1_ptr + base * (columns // 2)
+        w3 = w3_ptr + base * (columns // 2)
+        s1 = s1_ptr + base * (columns // 32)
+        s3 = s3_ptr + base * (columns // 32)
+        shared = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], _SHARED)
+        gate = gl.full([64, 64], 0.0, gl.float32, _WIDE)
+        up = gl.full([64, 64], 0.0, gl.float32, _WIDE)
+        blocks: gl.constexpr = columns // 128
+        _copy_tokens(shared.index(0), x_ptr, rows, 0)
+        _copy_tokens(shared.index(1), x_ptr, rows, gl.minimum(1, blocks - 1))
+        g_words, g_scales = load_fp4(w1, s1, 0, columns)
+        u_words, u_scales = load_fp4(w3, s3, 0, columns)
+        for block in range(blocks):
+            left = expand_fp4(g_words, g_scales, 2)
+            right = shared.index(block % 3).permute((1, 0))
+            ahead = gl.minimum(block + 1, blocks - 1)
+            g_words, g_scales = load_fp4(w1, s1, ahead, columns)
+            async_copy.wait_group(1)
+            fence_async_shared()
+            _copy_tokens(shared.index((block + 2) % 3), x_ptr, rows, gl.minimum(block + 2, blocks - 1))
+            gate = warpgroup_mma(left, right, gate)
+            left = expand_fp4(u_words, u_scales, 2)
+            u_words, u_scales = load_fp4(w3, s3, ahead, columns)
+            up = warpgroup_mma(left, right, up)
+        async_copy.wait_group(0)
+        _finish_hidden(gate, up, slots_ptr, weight_ptr, out_ptr, tile, row, inner, limit, 64, _WIDE, True)
+
+
+@gluon.jit
+def expert_output_wide(
+    x_ptr, slots_ptr, experts_ptr, w2_ptr, s2_ptr, out_ptr, outputs, columns: gl.constexpr
+):
+    """`expert_output` for tiles of 64 slots, by wgmma."""
+    tile = gl.program_id(1)
+    expert = gl.load(experts_ptr + tile)
+    if expert >= 0:
+        slot = gl.load(slots_ptr + tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY)))
+        rows = gl.maximum(slot, 0).to(gl.int64) * columns
+        row = gl.program_id(0) * 64
+        base = expert.to(gl.int64) * outputs + row
+        weight = w2_ptr + base * (columns // 2)
+        scale = s2_ptr + base * (columns // 32)
+        shared = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], _SHARED)
+        acc = gl.full([64, 64], 0.0, gl.float32, _WIDE)
+        blocks: gl.constexpr = columns // 128
+        _copy_tokens(shared.index(0), x_ptr, rows, 0)
+        _copy_tokens(shared.index(1), x_ptr, rows, gl.minimum(1, blocks - 1))
+        words, scales = load_fp4(weight, scale, 0, columns)
+        for block in range(blocks):
+            left = expand_fp4(words, scales, 2)
+            words, scales = load_fp4(weight, scale, gl.minimum(block + 1, blocks - 1), columns)
+            async_copy.wait_group(1)
+            fence_async_shared()
+            _copy_tokens(shared.index((block + 2) % 3), x_ptr, rows, gl.minimum(block + 2, blocks - 1))
+            acc = warpgroup_mma(left, shared.index(block % 3).permute((1, 0)), acc)
+        async_copy.wait_group(0)
+        mine = gl.load(slots_ptr + tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, _WIDE)))
+        r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _WIDE))
+        at = out_ptr + gl.maximum(mine, 0)[None, :].to(gl.int64) * outputs + r[:, None]
+        gl.store(at, (acc * 4294967296.0).to(gl.bfloat16), mask=(mine >= 0)[None, :])
 
 
 @gluon.jit
@@ -297,7 +435,7 @@ def expert_output(
     columns: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Grid (outputs / 64, tiles): w2 of `expert_hidden`'s rows, bf16 [slots, outputs]."""
-    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else (_TOKENS16 if T == 16 else _TOKENS32)
+    LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     tile = gl.program_id(1)
     expert = gl.load(experts_ptr + tile)
     if expert >= 0:

@@ -37,7 +37,7 @@ class SsdConfig:
     reserve_bytes: int = 256 * MIB  # free disk that is never used
     durability: Durability = "batch"
     commit_values: int = 16  # enough for a commit not to wait for more
-    commit_bytes: int = 16 * MIB  # most in one commit
+    commit_bytes: int = 4 * MIB  # most in one commit
     commit_wait_s: float = 0.005
     queue_bytes: int = 64 * MIB
     carry_bytes_per_s: int = 16 * MIB

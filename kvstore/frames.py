@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 import xxhash
 from cedar.kvstore.errors import FrameError
-from cedar.kvstore.joining import join
 
 FRAME_BYTES: Final = 1 << 20
 """Payload to aim for in one frame: the size at which gRPC streams fastest."""
@@ -71,7 +70,7 @@ def encode_frame(kind: int, meta: Serializable | bytes, *payload: bytes | bytear
         raise FrameError("frame", f"{total} bytes", f"at most {MAX_FRAME_BYTES} bytes; split the record")
     if not 0 <= kind <= 255:
         raise FrameError("kind", kind, "0 to 255")
-    return join((_HEADER.pack(_MAGIC, FRAME_VERSION, kind, 0, len(record), length), record, *payload))
+    return b"".join((_HEADER.pack(_MAGIC, FRAME_VERSION, kind, 0, len(record), length), record, *payload))
 
 
 def decode_frame(message: bytes, *, expect: int | None = None) -> Frame:

@@ -1,6 +1,6 @@
 """The one thread that writes: collects puts into group commits and answers each when it is durable.
 
-A commit takes what is queued, up to 16 MiB, into one transaction; it waits for company until it has 16
+A commit takes what is queued, up to 4 MiB, into one transaction; it waits for company until it has 16
 values, but not longer than 5 ms after the first. A page
 becomes visible after that transaction, never before; put-if-absent: whoever came first stays.
 The queue is bounded in bytes.
@@ -22,7 +22,7 @@ import lmdb
 from cedar.kvstore.commit import Committer
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.errors import CorruptValue, Refused, StoreClosed
-from cedar.kvstore.header import CHECKSUM_BYTES, HEADER_BYTES
+from cedar.kvstore.header import CHECKSUM_BYTES, HEADER_BYTES, read_header
 from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.rows import Row
@@ -232,7 +232,10 @@ class GroupCommit:
             return None
         try:
             header = entry.segment.header(item.key, entry.offset, entry.size)
-            return None if header is None else header.checksum == _stored_checksum(item.value)
+            if header is None or header == read_header(item.value):
+                return None if header is None else True
+            entry.segment.verify(item.key)  # a flipped bit in the header looks like a conflict
+            return False
         except CorruptValue as error:
             self._on_corrupt(item.key, entry, error)
             return None

@@ -23,7 +23,7 @@ from typing import Any, Final
 import lmdb
 from cedar.kvstore.errors import CorruptValue, StoreClosed
 from cedar.kvstore.file_offsets import announce, buffer_address, map_base, populate
-from cedar.kvstore.header import ValueHeader, read_header
+from cedar.kvstore.header import ValueHeader, read_header, verify_value
 from cedar.kvstore.machine import allocated_bytes
 from cedar.kvstore.rows import Row, pack_row, unpack_row
 
@@ -202,6 +202,14 @@ class Segment:
         with self.reading() as look_up:
             view = look_up(key)
             return None if view is None else read_header(view)
+
+    def verify(self, key: bytes) -> None:
+        """CorruptValue when the value stored under ``key`` is not whole, or gone."""
+        with self.reading() as look_up:
+            view = look_up(key)
+            if view is None:
+                raise CorruptValue("key", "its segment has lost it")
+            verify_value(view, page_key=key)
 
     def announce(self, offset: int, size: int) -> None:
         """Let the kernel start reading a value."""

@@ -13,6 +13,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import xxhash
 from cedar.kvstore.clock import Clock
 
 
@@ -61,19 +62,27 @@ class StoreTime:
         clock = self._clock
         mark = TimeMark(self.now_s(), clock.wall_s(), clock.monotonic_s(), clock.boot_id())
         scratch = self._path.with_suffix(".new")
-        scratch.write_text(json.dumps(asdict(mark)))
+        scratch.write_text(json.dumps(asdict(mark) | {"checksum": _checksum(mark)}))
         os.replace(scratch, self._path)
 
 
 def load_mark(path: Path) -> TimeMark | None:
-    """The saved mark; None when there is none or it cannot be read."""
+    """The saved mark; None when there is none or it cannot be read.
+
+    A mark with one wrong digit could end the life of every page, so it carries a checksum.
+    """
     try:
         fields = json.loads(path.read_text())
-        return TimeMark(
+        mark = TimeMark(
             float(fields["store_s"]),
             float(fields["wall_s"]),
             float(fields["monotonic_s"]),
             str(fields["boot_id"]),
         )
+        return mark if fields["checksum"] == _checksum(mark) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _checksum(mark: TimeMark) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(mark).encode())

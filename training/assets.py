@@ -12,7 +12,7 @@ from cedar.model.config import ModelConfig
 from cedar.model.engram_ids import compressed_ids
 from cedar.model.prompt_errors import EngramTableError
 from cedar.training.checkpoint_config import VOCAB_SIZE, published_config, shrunk_config, typed
-from cedar.training.tokenization import train_tokenizer
+from cedar.training.tokenization import CORPUS_ROUNDS, train_tokenizer
 from torch import Tensor
 
 
@@ -28,7 +28,7 @@ class Assets:
 
 def make_assets(*, narrow: bool, seed: int) -> Assets:
     """Train the tokenizer and write the config that fits it; `narrow` for smoke runs."""
-    tokenizer = train_tokenizer(seed, 400 if narrow else 3000)
+    tokenizer = train_tokenizer(seed, 400 if narrow else CORPUS_ROUNDS)
     count = distinct_ids(tokenizer)
     published = published_config(count)
     if narrow:

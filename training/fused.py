@@ -1,32 +1,14 @@
-"""Elementwise pieces of the differentiable network, each one kernel on an accelerator.
+"""Elementwise pieces of the differentiable network.
 
-On the CPU they run as written, in the widths of the reference (float64 norms and products), so that the
-network's values there are the served network's. Letters: N rows, hc streams, d hidden, C channels.
+On the CPU they run in the widths of the reference (float64 norms and products), so that the network's values
+there are the served network's. On an accelerator the pieces that would cost most as separate operations are
+kernels of their own. Letters: N rows, hc streams, d hidden, C channels.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-
-
-def fusable(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
-    """`function`, compiled on its first call with a tensor on an accelerator."""
-    compiled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if not args[0].is_cuda:
-            return function(*args)
-        if not compiled:
-            compiled.append(torch.compile(function, dynamic=dynamic))
-        return compiled[0](*args)
-
-    return call
 
 
 def wide(x: Tensor) -> Tensor:
@@ -46,13 +28,22 @@ def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return (wide(x) @ wide(weight).T).float()
 
 
-def rms_norm_unfused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """bf16 [..., C] times weight [C]."""
+    if x.is_cuda:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     inner = wide(x)
     scale = torch.rsqrt(inner.square().mean(-1, keepdim=True) + eps)
     return (inner * scale * weight.to(torch.bfloat16)).to(x.dtype)
 
 
-def _collapse(x: Tensor, pre: Tensor) -> Tensor:
+def collapse(x: Tensor, pre: Tensor) -> Tensor:
+    """bf16 [N, d]: streams bf16 [N, hc, d] weighted by pre fp32 [N, hc]."""
+    if x.is_cuda:
+        from cedar.training.streams_triton import Collapse
+
+        result: Tensor = Collapse.apply(x, pre)
+        return result
     parts = x.float() * pre.unsqueeze(-1)
     total = parts[:, 0]
     for stream in range(1, x.shape[1]):
@@ -60,53 +51,70 @@ def _collapse(x: Tensor, pre: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def _collapse_norm(x: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm_unfused(_collapse(x, pre), weight, eps)
+def collapse_norm(x: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A sublayer's input."""
+    return rms_norm(collapse(x, pre), weight, eps)
 
 
-def _expand(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def expand(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """bf16 [N, hc, d]: comb-mixed streams plus post times the sublayer's output y bf16 [N, d]."""
+    if x.is_cuda:
+        from cedar.training.streams_triton import Expand
+
+        result: Tensor = Expand.apply(x, y, post, comb)
+        return result
     total = comb[:, 0, :, None] * x[:, 0, None, :].float()
     for stream in range(1, x.shape[1]):
         total = total + comb[:, stream, :, None] * x[:, stream, None, :].float()
     return (total + post.unsqueeze(-1) * y.float().unsqueeze(1)).to(x.dtype)
 
 
-def _mix_inputs(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def mix_inputs(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The flattened streams [N, hc·d] and the reciprocal of their root mean square [N, 1]."""
     flat = wide(x).flatten(1)
     return flat, torch.rsqrt(flat.square().mean(1, keepdim=True) + eps)
 
 
-def _gates(z: Tensor, scale: Tensor, base: Tensor, hc: int, hc_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def gates(z: Tensor, scale: Tensor, base: Tensor, hc: int, hc_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """pre, post fp32 [N, hc] and the mixing logits [N, hc, hc] of z fp32 [N, (2+hc)·hc]."""
     pre = torch.sigmoid(z[:, :hc] * scale[0] + base[:hc]) + hc_eps
     post = torch.sigmoid(z[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc]) * 2
     comb = (z[:, 2 * hc :] * scale[2] + base[2 * hc :]).unflatten(1, (hc, hc))
     return pre, post, comb
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x bf16 [N, ..., C]: the last 2·R' channels turned as interleaved pairs; cos, sin fp32 [N, R']."""
     turning = cos.shape[-1]
     shape = (x.shape[0], *([1] * (x.dim() - 2)), turning)
     cos, sin = cos.view(shape), sin.view(shape)
     pairs = x[..., -2 * turning :].float().unflatten(-1, (turning, 2))
+    if x.is_cuda:
+        spun = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        return torch.cat((x[..., : -2 * turning], spun.flatten(-2).to(x.dtype)), -1)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
     return torch.cat((x[..., : -2 * turning], turned), -1)
 
 
-def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """bf16 of the same shape."""
+    if gate.is_cuda:
+        return torch.nn.functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
     inner = wide(gate).clamp_max(limit)
     return ((inner * torch.sigmoid(inner)).float() * up.float().clamp(-limit, limit)).to(gate.dtype)
 
 
-def _swiglu_weighted(gate: Tensor, up: Tensor, weight: Tensor, limit: float) -> Tensor:
+def swiglu_weighted(gate: Tensor, up: Tensor, weight: Tensor, limit: float) -> Tensor:
     """gate, up bf16 [N, E, I], weight fp32 [N, E]."""
+    if gate.is_cuda:
+        return swiglu(gate, up, limit) * weight.to(gate.dtype).unsqueeze(-1)
     inner = wide(gate).clamp_max(limit)
     silu = (inner * torch.sigmoid(inner)).float()
     return (silu * up.float().clamp(-limit, limit) * weight.unsqueeze(-1)).to(gate.dtype)
 
 
-def _engram_gate(x: Tensor, key: Tensor, value: Tensor, qk_weight: Tensor, keep: Tensor, eps: float) -> Tensor:
+def engram_gate(x: Tensor, key: Tensor, value: Tensor, qk_weight: Tensor, keep: Tensor, eps: float) -> Tensor:
     """x, key bf16 [N, hc, d], value bf16 [N, d], qk_weight [hc, d], keep [N]: 0 at image positions."""
     inner, k = wide(x), wide(key)
     a = (inner * wide(qk_weight) * k).sum(-1) * x.shape[-1] ** -0.5
@@ -115,7 +123,7 @@ def _engram_gate(x: Tensor, key: Tensor, value: Tensor, qk_weight: Tensor, keep:
     return (inner + gate.unsqueeze(-1) * wide(value).unsqueeze(1)).to(x.dtype)
 
 
-def _masked_softmax(
+def masked_softmax(
     window: Tensor,
     chosen: Tensor | None,
     window_mask: Tensor,
@@ -127,6 +135,8 @@ def _masked_softmax(
 
     Masks [B, n, W, .] are True where readable; the sink fp32 [H] only adds to the denominator.
     """
+    if window.is_cuda:
+        return _softmax_together(window, chosen, window_mask, chosen_mask, sink, scale)
     low = (wide(window) * scale).masked_fill(~window_mask.unsqueeze(2), -torch.inf)
     sinks = wide(sink).view(1, 1, -1, 1)
     top = torch.maximum(low.amax(-1), sinks)
@@ -144,14 +154,19 @@ def _masked_softmax(
     return (low / total).to(window.dtype), (high / total).to(window.dtype)
 
 
-rms_norm = fusable(rms_norm_unfused)
-collapse = fusable(_collapse)
-collapse_norm = fusable(_collapse_norm)
-expand = fusable(_expand)
-mix_inputs = fusable(_mix_inputs)
-gates = fusable(_gates)
-rotate = fusable(_rotate)
-swiglu = fusable(_swiglu)
-swiglu_weighted = fusable(_swiglu_weighted)
-engram_gate = fusable(_engram_gate)
-masked_softmax = fusable(_masked_softmax, dynamic=True)
+def _softmax_together(
+    window: Tensor,
+    chosen: Tensor | None,
+    window_mask: Tensor,
+    chosen_mask: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The same with one softmax over everything, bf16 outside and fp32 inside."""
+    width = window.shape[-1]
+    column = sink.to(window.dtype).view(1, 1, -1, 1, 1).expand(*window.shape[:-1], 1)
+    parts = [(window * scale).masked_fill(~window_mask.unsqueeze(2), -torch.inf)]
+    if chosen is not None and chosen_mask is not None:
+        parts.append((chosen * scale).masked_fill(~chosen_mask.unsqueeze(2), -torch.inf))
+    p = torch.cat((*parts, column), -1).softmax(-1)
+    return p[..., :width], (p[..., width:-1] if len(parts) > 1 else None)

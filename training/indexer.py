@@ -12,7 +12,7 @@ import torch
 from cedar.model.config import ModelConfig
 from cedar.model.schedule import LayerMode, LayerPlan
 from cedar.training.context import Context
-from cedar.training.fused import fusable, rotate, wide
+from cedar.training.fused import rotate
 from cedar.training.matrices import Dense, Norm, Plain
 from cedar.training.quantise import fp4_index
 from torch import Tensor, nn
@@ -21,12 +21,9 @@ if TYPE_CHECKING:
     from cedar.training.attention import Entries
 
 
-def _weigh(products: Tensor, weights: Tensor) -> Tensor:
+def weigh(products: Tensor, weights: Tensor) -> Tensor:
     """[B, S, M] of q·k [B, S, Hi, M] and head weights [B, S, Hi]."""
     return (products.relu().to(weights.dtype) * weights.unsqueeze(-1)).sum(2)
-
-
-weigh = fusable(_weigh, dynamic=True)
 
 
 class Indexer(nn.Module):
@@ -52,7 +49,8 @@ class Indexer(nn.Module):
         q = self.wq_b(q_latent.detach()).unflatten(1, (self.config.index_heads, -1))
         q = fp4_index(rotate(q, cos, sin)).view(context.rows, context.tokens, *q.shape[1:])
         scale = q.shape[-1] ** -0.5 * self.config.index_heads**-0.5
-        weights = wide(self.weights_proj(x.detach())).view(context.rows, context.tokens, -1) * scale
+        weights = self.weights_proj(x.detach())
+        weights = (weights if x.is_cuda else weights.double()).view(context.rows, context.tokens, -1) * scale
         visible = context.visible(self.plan.ratio)
         keys = entries.keys
         if torch.is_grad_enabled():
@@ -67,7 +65,7 @@ class Indexer(nn.Module):
         rows = torch.arange(context.rows, device=q.device).unsqueeze(1)
         asked = q[rows, queries]
         products = (asked.flatten(1, 2).float() @ keys.float().transpose(1, 2)).unflatten(1, asked.shape[1:3])
-        scores = _weigh(products, weights[rows, queries].float())
+        scores = weigh(products, weights[rows, queries].float())
         selections = context.selections
         selections.taught.append((scores.masked_fill(~visible[queries], -torch.inf), []))
         here = len(selections.taught) - 1

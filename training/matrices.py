@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cedar.training.fused import matmul, matmul_fp32, rms_norm, rms_norm_unfused
+from cedar.training.fused import matmul, matmul_fp32, rms_norm
 from cedar.training.quantise import fp8_activation, fp8_weight
 from torch import Tensor, nn
 
@@ -39,14 +39,13 @@ class Plain(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last axis; not `fused` where the number of rows changes from batch to batch."""
+    """RMSNorm over the last axis."""
 
-    def __init__(self, width: int, eps: float, *, fused: bool = True) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps, self._norm = eps, rms_norm if fused else rms_norm_unfused
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """bf16 [..., C] to bf16 [..., C]."""
-        result: Tensor = self._norm(x, self.weight, self.eps)
-        return result
+        return rms_norm(x, self.weight, self.eps)

@@ -7,11 +7,11 @@ nothing saturates and the gradient passes unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from cedar.kernels.fp8_ref import AMAX_FLOOR, E4M3_MAX, GROUP, power_above
-from cedar.training.fused import fusable
 from torch import Tensor
 
 _E2M1_MAX = 6.0
@@ -38,7 +38,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 def _fp8_groups(x: Tensor) -> Tensor:
     groups = x.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
-    scale = _power_above(amax * (1.0 / E4M3_MAX))
+    scale = power_above(amax * (1.0 / E4M3_MAX))
     q = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return (q.float() * scale).flatten(-2).to(torch.bfloat16)
 
@@ -48,7 +48,7 @@ def _fp8_blocks(weight: Tensor) -> Tensor:
     blocks = torch.nn.functional.pad(weight.float(), (0, -columns % GROUP, 0, -rows % GROUP))
     blocks = blocks.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
     amax = blocks.abs().amax((1, 3), keepdim=True).clamp_min(AMAX_FLOOR)
-    scale = _power_above(amax * (1.0 / E4M3_MAX))
+    scale = power_above(amax * (1.0 / E4M3_MAX))
     q = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
     return q.flatten(2).flatten(0, 1)[:rows, :columns].to(torch.bfloat16)
 
@@ -64,49 +64,41 @@ def _fp4_e4m3(x: Tensor) -> Tensor:
 def _fp4_e8m0(x: Tensor) -> Tensor:
     groups = x.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(_E2M1_MAX * 2.0**-126)
-    scale = _power_above(amax * (1.0 / _E2M1_MAX))
+    scale = power_above(amax * (1.0 / _E2M1_MAX))
     q = round_e2m1((groups / scale).clamp(-_E2M1_MAX, _E2M1_MAX))
     return (q * scale).flatten(-2).to(torch.bfloat16)
 
 
-def _power_above(ratio: Tensor) -> Tensor:
-    if not ratio.is_cuda:
-        return power_above(ratio)
-    bits = ratio.contiguous().view(torch.int32) + 0x7FFFFF
-    return torch.bitwise_and(bits, 0x7F800000).view(torch.float32)
-
-
-_fused_activation = fusable(_fp8_groups)
-_fused_blocks = fusable(_fp8_blocks, dynamic=True)
-_fused_entry = fusable(_fp4_e4m3)
-_fused_index = fusable(_fp4_e8m0)
-
-
 def fp8_activation(x: Tensor) -> Tensor:
     """bf16 [..., C] after groups of 32 with power-of-two scales: matmul inputs, window keys."""
-    return _through(x, _fused_activation)
+    return _through(x, _fp8_groups, 0)
 
 
 def fp8_weight(weight: Tensor) -> Tensor:
     """fp32 [O, I] to the bf16 values of 32x32 blocks."""
-    return _through(weight, _fused_blocks)
+    return _through(weight, _fp8_blocks, None)
 
 
 def mxfp4_weight(weight: Tensor) -> Tensor:
     """fp32 [..., O, I] to the bf16 values of E2M1 groups of 32 along the input."""
-    return _through(weight, _fused_index)
+    return _through(weight, _fp4_e8m0, 1)
 
 
 def fp4_entry(x: Tensor) -> Tensor:
     """bf16 [..., D] as a global entry reads back."""
-    return _through(x, _fused_entry)
+    return _through(x, _fp4_e4m3, 2)
 
 
 def fp4_index(x: Tensor) -> Tensor:
     """bf16 [..., Di] as an index key or query reads back."""
-    return _through(x, _fused_index)
+    return _through(x, _fp4_e8m0, 1)
 
 
-def _through(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _through(x: Tensor, function: Callable[[Tensor], Tensor], kind: int | None) -> Tensor:
+    """`kind` is the accelerator's name of `function`, None for blocks."""
+    if x.is_cuda:
+        from cedar.training import quantise_triton
+
+        function = quantise_triton.blocks if kind is None else partial(quantise_triton.groups, kind=kind)
     result: Tensor = _Through.apply(x, function)
     return result

@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
-    torch._dynamo.config.recompile_limit = 64
     torch.backends.cuda.matmul.allow_tf32 = True
     assets = make_assets(narrow=bool(arguments.smoke), seed=0)
     if arguments.smoke:

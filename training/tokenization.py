@@ -36,10 +36,10 @@ CHAT_TEMPLATE: Final = """\
 {%- if add_generation_prompt -%}<｜Assistant｜>{%- endif -%}
 """
 
-_CORPUS_ROUNDS: Final = 3000
+CORPUS_ROUNDS: Final = 1500
 
 
-def corpus(seed: int, rounds: int = _CORPUS_ROUNDS) -> Iterator[str]:
+def corpus(seed: int, rounds: int = CORPUS_ROUNDS) -> Iterator[str]:
     """Generated text for the tokenizer: filler, facts, and every kind of turn."""
     rng = random.Random(seed)
     sentences = filler(rng)
@@ -53,7 +53,7 @@ def corpus(seed: int, rounds: int = _CORPUS_ROUNDS) -> Iterator[str]:
             yield turn.answer
 
 
-def train_tokenizer(seed: int = 0, rounds: int = _CORPUS_ROUNDS) -> tokenizers.Tokenizer:
+def train_tokenizer(seed: int = 0, rounds: int = CORPUS_ROUNDS) -> tokenizers.Tokenizer:
     """The tokenizer, a pure function of the seed."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

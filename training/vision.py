@@ -60,7 +60,7 @@ class VisionBlock(nn.Module):
 
     def __init__(self, vision: VisionConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = Norm(vision.hidden_size, _EPS, fused=False), Norm(vision.hidden_size, _EPS, fused=False)
+        self.norm1, self.norm2 = Norm(vision.hidden_size, _EPS), Norm(vision.hidden_size, _EPS)
         self.attn, self.mlp = VisionAttention(vision), VisionMlp(vision)
 
 
@@ -72,7 +72,7 @@ class VisionTower(nn.Module):
         self.config = vision
         self.patch_embed = PatchEmbed(vision)
         self.blocks = nn.ModuleList(VisionBlock(vision) for _ in range(vision.layers))
-        self.norm = Norm(vision.hidden_size, _EPS, fused=False)
+        self.norm = Norm(vision.hidden_size, _EPS)
 
     def forward(self, patches: Tensor, plan: ImagePlan) -> Tensor:
         """bf16 [K, n, 3·P·P] to bf16 [K, R·C, d·s·s], unfolded for the aligner."""

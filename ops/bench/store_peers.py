@@ -37,6 +37,7 @@ from .store_measure import (
 from .store_rpc import Case, interleaved, node, seconds
 
 PAGES = 64
+Ask = Callable[[str, Sequence[bytes]], float]
 
 
 class RedisClient(Protocol):
@@ -97,14 +98,17 @@ async def _against_mooncake(
 
 
 @contextlib.contextmanager
-def mooncake(python: str) -> Iterator[Callable[[str, Sequence[bytes]], float]]:
+def mooncake(python: str) -> Iterator[Ask]:
     """A Mooncake store; how long it takes to put or get values."""
     master = f"127.0.0.1:{free_port()}"
     binary = str(Path(python).parent / "mooncake_master")
     script = str(Path(__file__).parent / "store_mooncake.py")
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with contextlib.ExitStack() as stack:
-        server = subprocess.Popen([binary, f"--port={master.rpartition(':')[2]}"], **quiet)
+        server = subprocess.Popen(
+            [binary, f"--port={master.rpartition(':')[2]}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         stack.callback(server.wait, 30)
         stack.callback(server.terminate)
         time.sleep(1.5)

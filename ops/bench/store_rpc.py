@@ -203,12 +203,13 @@ def node_puts(directory: Path, *, batches: int = 60, pages: int = 64) -> list[Fi
     are on disk. With two calls under way, one is received while the other is written.
     """
     with node(directory / "node") as at:
-        return asyncio.run(_node_puts(at, directory / "plain", batches, pages))
+        return asyncio.run(_node_puts(at, directory, batches, pages))
 
 
-async def _node_puts(at: str, plain: Path, batches: int, pages: int) -> list[Figure]:
+async def _node_puts(at: str, directory: Path, batches: int, pages: int) -> list[Figure]:
     client = StoreClient(at, fingerprint=FINGERPRINT)
-    file = PlainFile(plain)
+    plain = PlainFile(directory / "plain")
+    paged = PlainFile(directory / "paged", page_by_page=True)
     salts = iter(range(1, 1 << 30))
 
     def batch(count: int) -> tuple[list[bytes], list[bytes]]:
@@ -219,7 +220,7 @@ async def _node_puts(at: str, plain: Path, batches: int, pages: int) -> list[Fig
         counts = await client.put_pages(keys, values)
         assert counts.stored == len(keys), counts
 
-    async def through_file() -> float:
+    async def through(file: PlainFile) -> float:
         keys, values = batch(2 * pages)
 
         def write() -> None:
@@ -239,14 +240,16 @@ async def _node_puts(at: str, plain: Path, batches: int, pages: int) -> list[Fig
         return time.perf_counter() - started_s
 
     cases: dict[str, Case] = {
-        "plain": through_file,
+        "plain": lambda: through(plain),
+        "paged": lambda: through(paged),
         "node 64": lambda: through_node(pages),
         "node 16": lambda: through_node(BATCH),
     }
     await interleaved(cases, 2)
     results = await interleaved(cases, batches // 4)
     await client.close()
-    file.close()
+    plain.close()
+    paged.close()
     rates = {f"{n}_MB_s": megabytes_per_s(2 * pages * VALUE_BYTES, results[n]) for n in cases}
     return [
         figure(
@@ -260,6 +263,12 @@ async def _node_puts(at: str, plain: Path, batches: int, pages: int) -> list[Fig
             "durable put through the node, one call of 16 pages at a time / the same",
             speed_ratios(results, "node 16", "plain"),
             predicted=0.5,
+            details=rates,
+        ),
+        figure(
+            "durable put through the node, two calls of 64 pages / a plain file written page by page",
+            speed_ratios(results, "node 64", "paged"),
+            predicted=0.7,
             details=rates,
         ),
     ]

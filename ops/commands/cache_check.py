@@ -66,7 +66,8 @@ def _check(arguments: argparse.Namespace, *, scrub: bool) -> Exit:
         screen = console()
         if bad:
             screen.print(table("damaged pages", ["node", "page key", "what differs"], bad))
-        took = f"{progress.pages} pages on {len(last)} nodes, {size(progress.bytes)} at {progress.rate}"
+        nodes = f"{len(last)} node{'s' if len(last) > 1 else ''}"
+        took = f"{progress.pages} pages on {nodes}, {size(progress.bytes)} at {progress.rate}"
         outcome = f"{len(bad)} damaged{', now quarantined' if scrub else ''}" if bad else "all sound"
         screen.print(f"{took}: {outcome}")
     return Exit.FAILED if bad and not scrub else Exit.OK

@@ -147,8 +147,21 @@ def as_tables(found: ClusterStatus) -> Group:
     columns = ("stage", "address", "pid", "active", "queued", "pages used+kept/all", "slots", "state")
     parts = [table(title, columns, rows, "llrrrrrl")]
     stores = [worker for worker in found.workers if worker.store]
-    for worker in stores:
-        values = sorted((worker.store or {}).items())
-        shown = [(name, size(value) if name.endswith("bytes") else f"{value:,.6g}") for name, value in values]
-        parts.append(table(f"store {worker.entry.address}", ("counter", "value"), shown, "lr"))
+    if stores:
+        answers = [worker.store or {} for worker in stores]
+        shown = [
+            (
+                name,
+                *("" if (value := answer.get(name)) is None else _shown(name, value) for answer in answers),
+            )
+            for name in sorted({name for answer in answers for name in answer})
+        ]
+        nodes = ("counter", *(worker.entry.address for worker in stores))
+        parts.append(table("store", nodes, shown, "l" + "r" * len(stores)))
     return Group(*parts)
+
+
+def _shown(name: str, value: float) -> str:
+    from ..screen import size
+
+    return size(value) if name.endswith("bytes") else f"{value:,.6g}"

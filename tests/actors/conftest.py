@@ -250,7 +250,7 @@ class Rig:
         assert self.encoder is not None
         content_hash = self.network.prepare(image).content_hash
         stub = self.stub(self.encoder.address, "Encode")
-        await stub.Encode(EncodeRequest(image=image, content_hash=content_hash), timeout=30)
+        await stub.Encode(EncodeRequest(image=image, content_hash=content_hash, tenant=TENANT), timeout=30)
         return FeatureSource(content_hash=content_hash, encoder_address=self.encoder.address)
 
     def stub(self, address: str, service: str) -> ServiceStub:

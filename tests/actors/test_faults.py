@@ -73,7 +73,7 @@ async def test_cancel_frees_before_it_returns_and_again_is_nothing(rig: Any, pro
         assert end.tokens == len(tokens)
         assert not await cluster.cancel(0, request.request_id)
         assert not await cluster.cancel(0, "never heard of")
-        assert cluster.decode.counters["unknown_requests"] == 2
+        assert cluster.decode.counters["unknown_requests"] == 1, "one that has ended is not unknown"
 
 
 async def test_streams_break_and_resume_from_any_index(rig: Any, single: Any, prompt: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from cedar.actors.encoder_worker import FeatureCache, Features
+from cedar.actors.encoder_worker import FeatureCache, FeatureKey, Features
 from cedar.model.images import PlannedImage
 from cedar.model.prompt import PromptLimits, build_prompt
 from cedar.v1.stages_pb2 import EncodeRequest, FeatureSource, FeaturesRequest
@@ -88,9 +88,28 @@ async def test_equal_images_are_encoded_once_also_at_the_same_time(rig: Any) -> 
         assert cluster.encoder.counters["images_encoded"] == 1
         stub = cluster.stub(cluster.encoder.address, "Encode")
         content_hash = cluster.network.prepare(IMAGE).content_hash
-        answer = await stub.Encode(EncodeRequest(image=IMAGE, content_hash=content_hash), timeout=10)
+        request = EncodeRequest(image=IMAGE, content_hash=content_hash, tenant=cluster.tenant)
+        answer = await stub.Encode(request, timeout=10)
         assert answer.cached
         assert (answer.rows * (answer.columns + 1) + 2) * 128 * 2 == answer.feature_bytes
+
+
+async def test_tenants_do_not_learn_of_each_others_images(rig: Any) -> None:
+    async with rig(encoder=True) as cluster:
+        stub = cluster.stub(cluster.encoder.address, "Encode")
+        content_hash = cluster.network.prepare(IMAGE).content_hash
+
+        async def cached(tenant: bytes) -> bool:
+            request = EncodeRequest(image=IMAGE, content_hash=content_hash, tenant=tenant)
+            return bool((await stub.Encode(request, timeout=10)).cached)
+
+        assert [await cached(tenant) for tenant in (b"a", b"a", b"b")] == [False, True, False]
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in stub.GetFeatures(
+                FeaturesRequest(content_hash=content_hash, tenant=b"c"), timeout=10
+            ):
+                pass
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -146,16 +165,17 @@ def test_the_feature_cache_keeps_to_its_bytes_and_its_time() -> None:
     def features(size: int) -> Features:
         return Features(bytes(size), 1, size // 2, 1, 1)
 
-    for name in (b"a", b"b", b"c"):
-        cache.put(name, features(40))
-    assert cache.get(b"a") is None, "the oldest went"
+    a, b, c, huge = (FeatureKey(b"tenant", name) for name in (b"a", b"b", b"c", b"huge"))
+    for key in (a, b, c):
+        cache.put(key, features(40))
+    assert cache.get(a) is None, "the oldest went"
     assert cache.bytes == 80
-    cache.put(b"huge", features(101))
-    assert cache.get(b"huge") is None
+    cache.put(huge, features(101))
+    assert cache.get(huge) is None
     assert len(cache) == 2
     now[0] = 6.0
-    assert cache.get(b"b") is not None
+    assert cache.get(b) is not None
     now[0] = 11.0
-    assert cache.get(b"c") is None, "not used for ten seconds"
-    assert cache.get(b"b") is not None
+    assert cache.get(c) is None, "not used for ten seconds"
+    assert cache.get(b) is not None
     assert cache.bytes == 40

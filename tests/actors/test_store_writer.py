@@ -19,6 +19,7 @@ class Store:
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int]] = []
+        self.tenants: list[bytes] = []
         self.windows = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -30,6 +31,7 @@ class Store:
         if first_page == 99:
             raise RuntimeError("a bug of the client's")
         self.batches.append((first_page, len(keys)))
+        self.tenants.append(tenant)
         return PutCounts(stored=len(keys))
 
     async def put_window(
@@ -37,6 +39,7 @@ class Store:
     ) -> bool:
         await self.gate.wait()
         self.windows += 1
+        self.tenants.append(tenant)
         return True
 
 
@@ -65,6 +68,19 @@ async def test_consecutive_pages_of_one_request_go_together(counters: Counter[st
     assert (one.stored, two.stored, one.window_stored) == (4, 1, True)
     await writer.close(1)
     assert counters["put_pages_stored"] == 5
+
+
+async def test_everything_is_stored_for_its_tenant(counters: Counter[str]) -> None:
+    store = Store()
+    writer = writer_to(store, counters)
+    one, two = Receipt(tenant=b"one"), Receipt(tenant=b"two")
+    writer.put_page(0, KEY, b"v", one)
+    writer.put_window(KEY, 9, KEY, b"record", two)
+    writer.put_window(KEY, 9, KEY, b"record", one)
+    for receipt in (one, two):
+        await receipt.wait(5)
+    assert store.tenants == [b"one", b"two", b"one"]
+    await writer.close(1)
 
 
 async def test_a_batch_is_bounded(counters: Counter[str]) -> None:

@@ -23,8 +23,15 @@ from cedar.cluster.deployments import describe
 from cedar.cluster.directory import Worker
 from cedar.cluster.directory_client import LocalDirectory
 from cedar.cluster.gateway import Gateway
+from cedar.cluster.store_membership import StoreMembership
 from cedar.cluster.tenants import Tenants
-from cedar.cluster.worker_configs import decode_config, encoder_config, prefill_config, store_config
+from cedar.cluster.worker_configs import (
+    decode_config,
+    encoder_config,
+    peer_config,
+    prefill_config,
+    store_config,
+)
 from cedar.kvstore.node import StoreNode
 from cedar.model import load_network
 from cedar.model.network import Network
@@ -62,22 +69,64 @@ class Stack:
         self.encoder = EncoderWorker(encoder_config(config, HOST), network=network())
         self.prefills = [PrefillWorker(prefill_config(config, HOST), network=network())]
         self.decode = [DecodeWorker(decode_config(config, HOST), network=network()) for _ in range(2)]
-        self.store = StoreNode(store_config(config, str(store_directory), HOST))
+        self.membership = StoreMembership(config, str(store_directory), HOST)
+        self._store_directory = store_directory
+        self.stores: list[StoreNode] = []
         self.gateway = Gateway(config, self.directory, Tenants(b"t" * 32, keys={"key-a": "a", "key-b": "b"}))
         self.announcers: dict[str, Announcer] = {}
         self.address = ""
-        self.store_stopped = False
 
     @property
     def workers(self) -> list[Any]:
         return [self.encoder, *self.prefills, *self.decode]
 
     async def start(self) -> None:
-        await self.store.start()
-        await self.announce(lambda: Worker(stage="store", address=self.store.address, incarnation=1), None)
+        if self.config.store.nodes > 1:
+            await self.membership.start()
+            self.directory.state.store = self.membership.target
+        for index in range(self.config.store.nodes):
+            self.stores.append(await self.start_store(index))
+        await self.stores_listed()
         for worker in self.workers:
             await self.start_worker(worker)
         self.address = await self.gateway.start()
+
+    async def start_store(self, index: int) -> StoreNode:
+        folder = str(self._store_directory / f"node-{index}")
+        node = StoreNode(
+            store_config(self.config, folder, HOST, index=index),
+            peers=peer_config(self.config, self.membership.target),
+        )
+        await node.start()
+        await self.announce(lambda: Worker(stage="store", address=node.address, incarnation=1), None)
+        return node
+
+    async def stores_listed(self) -> None:
+        """Every node knows every other."""
+        if self.config.store.nodes > 1:
+            while any(len(node.part.feed.current.members) < len(self.stores) for node in self.stores):
+                await asyncio.sleep(0.01)
+
+    @property
+    def store(self) -> StoreNode:
+        """The only one."""
+        (node,) = self.stores
+        return node
+
+    async def kill_store(self, index: int) -> None:
+        """No goodbye to anyone, and the port is dead."""
+        node = self.stores.pop(index)
+        announcer = self.announcers.pop(node.address)
+        task, announcer._task = announcer._task, None
+        assert task is not None
+        task.cancel()
+        agent = node.part._agent
+        if agent is not None and agent._task is not None:  # it says goodbye only while its task lives
+            agent._task.cancel()
+            await asyncio.wait([agent._task])
+            agent._task = None
+            await agent._channel.close(None)
+        await node.stop(grace_s=0)
 
     async def start_worker(self, worker: Any) -> None:
         await worker.start()
@@ -128,8 +177,9 @@ class Stack:
             await announcer.stop()
         for worker in self.workers:
             await worker.stop(drain_s=0)
-        if not self.store_stopped:
-            await self.store.stop(grace_s=0)
+        for node in self.stores:
+            await node.stop(grace_s=0)
+        await self.membership.stop()
 
     def check_idle(self) -> None:
         """Nothing is held anywhere."""

@@ -62,6 +62,20 @@ def test_a_value_in_place_of_a_section_is_refused() -> None:
         load_config("local-cpu", ["gateway=1", "gateway.port=2"])
 
 
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "-1"])
+def test_every_number_is_finite_and_in_its_range(value: str) -> None:
+    numbers = [knob.path for knob in knobs() if knob.type.startswith(("int", "float"))]
+    assert len(numbers) > 60
+    for path in numbers:
+        with pytest.raises(ConfigError, match=path.split(".")[-1]):
+            load_config("local-cpu", [f"{path}={value}"])
+
+
+def test_an_override_that_is_no_yaml_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"override 'gateway\.port=\[': not YAML"):
+        load_config("local-cpu", ["gateway.port=["])
+
+
 def test_relative_paths_are_taken_from_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("model: {path: weights}\nstore: {directory: ./store}\n")

@@ -118,10 +118,7 @@ async def test_a_dead_encoder_is_told_within_a_bound(tmp_path: Path) -> None:
 
 async def test_a_dead_store_is_a_miss(stack: Stack, client: Client) -> None:
     await collect(client, ask())
-    task = stack.announcers.pop(stack.store.address)
-    await task.stop()
-    await stack.store.stop(grace_s=0)
-    stack.store_stopped = True
+    await stack.kill_store(0)
     end = finished_of(await collect(client, ask("Another " + TEXT)))
     assert end.completion_tokens == 24
     assert end.sources.computed_tokens == end.sources.prompt_tokens

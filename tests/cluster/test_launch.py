@@ -49,6 +49,8 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"gateway\.port: 127\.0\.0\.1:{port} is in use"):
             launch.start(load_config("local-cpu", [f"gateway.port={port}"]))
+        with pytest.raises(PortInUse, match=rf"gateway\.metrics_port: 127\.0\.0\.1:{port} is in use"):
+            launch.start(load_config("local-cpu", ["gateway.port=0", f"gateway.metrics_port={port}"]))
     assert state_file.list_clusters() == []
 
 
@@ -143,6 +145,9 @@ def test_settings_reach_the_workers() -> None:
     assert prefill_config(config, "h").chunk_pages == 3
     assert (decode_config(config, "h").pages, decode_config(config, "h").host) == (77, "h")
     assert decode_config(config, "h").page_tokens == 32
+    images = load_config("local-cpu", ["gateway.max_image_bytes=25000000", "gateway.max_image_pixels=80000000"])
+    assert encoder_config(images, "h").max_image_bytes == 25_000_000, "what the gateway lets in is encoded"
+    assert encoder_config(images, "h").max_image_pixels == 80_000_000
     store = store_config(config, "/s", "h")
     assert (store.ssd.ttl_s, store.window.budget_bytes) == (72 * 3600, 64 << 20)
 

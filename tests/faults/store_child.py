@@ -17,6 +17,7 @@ from typing import Any
 
 from cedar.kvstore.clock import Clock
 from cedar.kvstore.config import MIB, SsdConfig
+from cedar.kvstore.errors import Refused
 from cedar.kvstore.header import seal_value
 from cedar.kvstore.keys import chain_keys, root_key
 from cedar.kvstore.put import PutItem
@@ -81,6 +82,20 @@ class Orders:
         began_s = time.monotonic()
         counts = self.tier.put(items_of(salt, pages)).result(60)
         return vars(counts) | {"took_s": time.monotonic() - began_s}
+
+    def flood(self, first: int, chains: int, pages: int) -> dict[str, float]:
+        """Put many chains at once; what became of them, and of the queue."""
+        commits, most = self.tier.counters["store_commits"], 0.0
+        answers, refused = [], 0
+        for salt in range(first, first + chains):
+            try:
+                answers.append(self.tier.put(items_of(salt, pages)))
+            except Refused:
+                refused += pages
+            most = max(most, self.tier.stats()["store_queue_bytes"])
+        stored = sum(answer.result(60).stored for answer in answers)
+        commits = self.tier.counters["store_commits"] - commits
+        return {"stored": stored, "refused": refused, "most_queued": most, "commits": commits}
 
     def get(self, salt: int, pages: int) -> list[int]:
         """[right, missing, wrong]"""

@@ -108,7 +108,8 @@ def end(process: subprocess.Popen[str]) -> None:
 async def test_a_partition_is_a_miss_and_heals(link: Link, tmp_path: Path) -> None:
     node = start(
         link.store, "-m", "cedar.kvstore.node", "--directory", str(tmp_path / "store"),
-        "--host", "198.18.0.1", "--port", str(PORT), "--reserve-mib", "1", "--window-mib", "4", "--capacity-gib", "0.25",
+        "--host", "198.18.0.1", "--port", str(PORT), "--reserve-mib", "1",
+        "--window-mib", "4", "--capacity-gib", "0.25",
     )  # fmt: skip
     client = None
     try:

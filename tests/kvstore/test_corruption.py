@@ -70,11 +70,14 @@ def test_a_flipped_bit_is_a_miss_and_only_there(region: str, open_tier: Any, cha
     again.check_integrity(deep=True)
 
 
-def test_a_damaged_copy_found_by_a_put_is_replaced(open_tier: Any, chains: Any, tmp_path: Path):
+@pytest.mark.parametrize("region", ["magic", "tokens", "length", "key", "checksum", "checksum end"])
+def test_a_damaged_copy_found_by_a_put_is_replaced(
+    region: str, open_tier: Any, chains: Any, tmp_path: Path
+):
     tier = open_tier()
     keys = chains.keys(1)
     open_tier.put(tier, chains.items(keys))
-    damage(data_file(tmp_path), offset_of(tier, keys[0]))
+    damage(data_file(tmp_path), offset_of(tier, keys[0]) + REGIONS[region])
     assert open_tier.put(tier, chains.items(keys)).stored == 1
     assert tier.get(keys[0]) == chains.value(keys[0])
     tier.close()

@@ -43,13 +43,13 @@ def test_disk_suites_run(tmp_path: Path) -> None:
     (tmp_path / "warm").mkdir()
     assert len(store_disk.warm_reads(tmp_path / "warm", pages=16, repeats=1)) == 2
     (tmp_path / "put").mkdir()
-    assert len(store_disk.durable_puts(tmp_path / "put", batches=2)) == 2
+    assert len(store_disk.durable_puts(tmp_path / "put", batches=2)) == 6
 
 
 def test_node_suites_run(tmp_path: Path) -> None:
     assert len(store_rpc.loopback(tmp_path, pages=16, repeats=1)) == 4
     (tmp_path / "put").mkdir()
-    assert len(store_rpc.node_puts(tmp_path / "put", batches=4, pages=16)) == 2
+    assert len(store_rpc.node_puts(tmp_path / "put", batches=4, pages=16)) == 3
 
 
 def test_soak_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from cedar.v1 import generation_pb2, stages_pb2
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterStatus:
     """A state file, and answers of which one is missing."""
     monkeypatch.setenv("CEDAR_STATE_DIR", str(tmp_path))
-    stages = ("gateway", "encoder", "prefill", "decode", "store")
+    stages = ("gateway", "encoder", "prefill", "decode", "store", "store")
     entries = tuple(WorkerEntry(stage, f"127.0.0.1:{n}", 100 + n, n) for n, stage in enumerate(stages))
     state = ClusterState("default", "127.0.0.1:50051", 1, 0, 0.0, "", "", entries)
     state_file.write(state)
@@ -31,6 +31,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterStatus:
         WorkerReport(entries[2], busy),
         WorkerReport(entries[3], stages_pb2.WorkerStatus(draining=True, slots_total=8)),
         WorkerReport(entries[4], store={"store_pages": 12.0, "store_disk_bytes": 40960.0}),
+        WorkerReport(entries[5], store={"store_pages": 13.0}),
     )
     model = generation_pb2.GetModelResponse(name="tiny", bytes_per_token=106, page_tokens=32, page_bytes=3392)
     found = ClusterStatus(state, model, reports)
@@ -47,13 +48,15 @@ def test_table(cluster: ClusterStatus, capsys: pytest.CaptureFixture[str]) -> No
     assert "2/4" in rows["prefill"]
     assert "draining" in rows["decode"]
     assert "40.0 KiB" in rows["store_disk_bytes"]
+    assert rows["store_pages"].split()[-2:] == ["12", "13"], "every node has its column"
     assert "106 bytes a token" in out
 
 
 def test_json(cluster: ClusterStatus, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
-    workers = {worker["stage"]: worker for worker in record["workers"]}
+    assert [worker["store"]["store_pages"] for worker in record["workers"] if worker["store"]] == [12, 13]
+    workers = {worker["stage"]: worker for worker in reversed(record["workers"])}
     assert workers["prefill"]["status"]["counters"] == {"prompts": 7}
     assert workers["prefill"]["status"]["slots_leased"] == 2
     assert workers["store"]["store"]["store_pages"] == 12

@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("image", "content_hash")
+    __slots__ = ("image", "content_hash", "tenant")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     content_hash: bytes
-    def __init__(self, image: _Optional[bytes] = ..., content_hash: _Optional[bytes] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, image: _Optional[bytes] = ..., content_hash: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("rows", "columns", "feature_bytes", "cached", "seconds")
@@ -30,10 +32,12 @@ class EncodeResponse(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ..., feature_bytes: _Optional[int] = ..., cached: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class FeaturesRequest(_message.Message):
-    __slots__ = ("content_hash",)
+    __slots__ = ("content_hash", "tenant")
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     content_hash: bytes
-    def __init__(self, content_hash: _Optional[bytes] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, content_hash: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class FeatureMeta(_message.Message):
     __slots__ = ("content_hash", "rows", "width", "checksum")

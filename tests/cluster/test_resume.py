@@ -1,0 +1,176 @@
+"""Streams that lose their Decode worker again and again, on every way a prompt can be computed.
+
+Each case runs twice on fresh workers: undisturbed, and with two deaths. Tokens and log-probabilities are equal.
+"""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cedar.actors.decode_worker import DecodeWorker
+from cedar.actors.errors import Corrupt
+from cedar.cluster.client import GenerationClient as Client
+from cedar.cluster.worker_configs import decode_config
+from cedar.v1 import common_pb2 as common
+from cedar.v1 import generation_pb2 as pb
+
+from .in_process import HOST, IMAGE, Stack, collect, finished_of, idle, local_config, network, running, tokens_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COUNT = 44
+Ids = list[int]
+Prepare = Callable[[Stack, Client], Awaitable[pb.GenerateRequest]]
+
+
+def prompt(length: int, image_at: int | None = None) -> pb.GenerateRequest:
+    """``length`` ids, after images are expanded."""
+    ids = [5 + (i * 37 + length) % 600 for i in range(length)]
+    images: list[bytes] = []
+    if image_at is not None:
+        prepared = network().prepare(IMAGE)
+        del ids[: prepared.plan.span_length]
+        ids.insert(image_at, network().config.image_token_id)
+        images = [IMAGE]
+    return with_ids(ids, images)
+
+
+def with_ids(ids: Ids, images: list[bytes], **sampling: Any) -> pb.GenerateRequest:
+    asked = common.SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=3, logprobs=2, **sampling)
+    return pb.GenerateRequest(token_ids=common.TokenIds(ids=ids), images=images, sampling=asked)
+
+
+def cold(length: int, image_at: int | None = None) -> Prepare:
+    async def prepare(stack: Stack, client: Client) -> pb.GenerateRequest:
+        return prompt(length, image_at)
+
+    return prepare
+
+
+def held_by_prefill(length: int, image_at: int | None = None) -> Prepare:
+    async def prepare(stack: Stack, client: Client) -> pb.GenerateRequest:
+        request = prompt(length, image_at)
+        await collect(client, request)
+        forget_windows(stack)
+        return request
+
+    return prepare
+
+
+def held_by_the_store(length: int, image_at: int | None = None) -> Prepare:
+    async def prepare(stack: Stack, client: Client) -> pb.GenerateRequest:
+        request = await held_by_prefill(length, image_at)(stack, client)
+        await idle(stack)
+        for worker in (*stack.prefills, *stack.decode):
+            pool = worker.pages if isinstance(worker, DecodeWorker) else worker.parts.engine.pages
+            pool.drop_cached()
+        return request
+
+    return prepare
+
+
+def second_turn(length: int, more: int, image_at: int | None = None) -> Prepare:
+    """Goes on from the window record of a first turn."""
+
+    async def prepare(stack: Stack, client: Client) -> pb.GenerateRequest:
+        first = prompt(length, image_at)
+        reply = tokens_of(await collect(client, first))
+        await idle(stack)
+        ids = [*first.token_ids.ids, *reply[:-1], *range(9, 9 + more)]
+        return with_ids(ids, list(first.images))
+
+    return prepare
+
+
+def forget_windows(stack: Stack) -> None:
+    tier = stack.store.windows
+    for name in list(tier._held):
+        tier.delete(name)
+
+
+async def start_decode(stack: Stack) -> None:
+    worker = DecodeWorker(decode_config(stack.config, HOST), network=network())
+    stack.decode.append(worker)
+    await stack.start_worker(worker)
+
+
+async def answer(
+    prepare: Prepare, folder: Path, deaths: tuple[int, ...], sampling: dict[str, float]
+) -> tuple[list[Any], pb.Finished, common.PromptSources]:
+    """Tokens with their log-probabilities; a Decode worker dies after each number of tokens in ``deaths``."""
+    async with running(local_config(), folder) as stack, Client(stack.address, "key-a") as client:
+        request = await prepare(stack, client)
+        for name, value in sampling.items():
+            setattr(request.sampling, name, value)
+        await start_decode(stack)
+        seen: list[pb.GenerateResponse] = []
+        async for response in client.generate(request):
+            seen.append(response)
+            if response.HasField("delta") and len(tokens_of(seen)) in deaths:
+                await stack.kill_decoding()
+        await idle(stack)
+        events = [r.delta.token for r in seen if r.HasField("delta") and r.delta.HasField("token")]
+        told = [(e.index, e.id, e.logprob, [(t.id, t.logprob) for t in e.top]) for e in events]
+        return told, finished_of(seen), seen[0].started.sources
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(cold(70), id="cold"),
+        pytest.param(cold(64), id="cold, ends on a page"),
+        pytest.param(cold(9), id="cold, shorter than the window"),
+        pytest.param(cold(120, 20), id="cold with an image"),
+        pytest.param(held_by_prefill(70), id="in Prefill"),
+        pytest.param(held_by_prefill(64), id="in Prefill, wholly"),
+        pytest.param(held_by_prefill(120, 20), id="in Prefill with an image"),
+        pytest.param(held_by_the_store(103), id="in the store"),
+        pytest.param(held_by_the_store(120, 60), id="in the store, replayed inside an image"),
+        pytest.param(second_turn(70, 4), id="from a record, little to add"),
+        pytest.param(second_turn(70, 40), id="from a record, much to add"),
+        pytest.param(second_turn(53, 3), id="from a record at a page's end"),
+        pytest.param(second_turn(120, 5, 20), id="from a record behind an image"),
+    ],
+)
+async def test_two_deaths_change_nothing(prepare: Prepare, sampling: dict[str, float], tmp_path: Path) -> None:
+    expected, end, sources = await answer(prepare, tmp_path / "a", (), sampling)
+    assert (len(expected), end.retries) == (COUNT, 0)
+    told, end, again = await answer(prepare, tmp_path / "b", (7, 30), sampling)
+    assert again == sources, "both went the same way"
+    assert told == expected
+    assert end.retries >= 2
+
+
+async def test_a_prefill_worker_that_fails_a_resumed_stream_is_the_one_to_avoid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(local_config(), tmp_path) as stack, Client(stack.address, "key-a") as client:
+        await stack.add_prefill()
+        await start_decode(stack)
+        failed: list[Any] = []
+
+        def once(real: Any) -> Any:
+            async def finish(*facts: Any) -> Any:
+                if not failed:
+                    failed.append(real)
+                    raise Corrupt("the network gave nonsense")
+                return await real(*facts)
+
+            return finish
+
+        seen: list[pb.GenerateResponse] = []
+        async for response in client.generate(prompt(70)):
+            seen.append(response)
+            if len(tokens_of(seen)) == 5 and len(stack.decode) == 3:
+                for prefill in stack.prefills:
+                    assert prefill.parts is not None
+                    engine = prefill.parts.engine
+                    monkeypatch.setattr(engine, "finish", once(engine.finish))
+                await stack.kill_decoding()
+        assert len(failed) == 1
+        assert (len(tokens_of(seen)), finished_of(seen).retries) == (COUNT, 2)
+        suspected = {address for address, _ in stack.directory.state.view().suspected}
+        assert not suspected & {worker.address for worker in stack.decode}, "they did nothing wrong"
+        await idle(stack)

@@ -1,0 +1,108 @@
+"""Sparse attention and index scores in Triton's interpreter, against the references, on awkward sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cedar.kernels import index_scores_ref, rope_ref, sparse_attention_ref
+from cedar.kernels.fp4 import pack_fp4_e8m0, unpack_fp4_e8m0
+from cedar.kernels.fp8 import pack_window_rows
+
+from .packed_memory import PackedMemory, packed_memory
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+
+D, DI, ROWS = 64, 32, 16
+
+
+def memory() -> PackedMemory:
+    return packed_memory([37, 5, 64], D, DI, ROWS, seed=3)
+
+
+def queries(count: int, heads: int, seed: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    q = (torch.randn(count, heads, D, generator=g) * 2).bfloat16()
+    window = pack_window_rows(torch.randn(29, D, generator=g).bfloat16())
+    rows = torch.randint(-1, 29, (count, 11), generator=g, dtype=torch.int32)
+    angles = torch.randint(0, 100_000, (count, 1), generator=g) * torch.rand(8, generator=g)
+    return q, window, rows, torch.randn(heads, generator=g), angles.cos(), angles.sin()
+
+
+def entries_of(m: PackedMemory, seq: torch.Tensor, k: int) -> torch.Tensor:
+    out = torch.full((len(seq), k), -1, dtype=torch.int32)
+    for n, s in enumerate(seq.tolist()):
+        chosen = torch.randperm(len(m.main[s]))[:k].sort().values
+        out[n, : len(chosen)] = chosen.to(torch.int32)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "k", "roped"), [(3, 21, True), (20, 40, False), (4, 0, True)])
+def test_attention(heads: int, k: int, roped: bool) -> None:
+    from cedar.kernels import sparse_attention_triton
+
+    torch.manual_seed(heads)
+    m = memory()
+    seq = torch.tensor([0, 2, 1], dtype=torch.int32)
+    q, window, rows, sink, cos, sin = queries(3, heads, seed=heads)
+    entries = entries_of(m, seq, k) if k else None
+    source = (m.pages, m.planes[:2], m.table, seq, entries) if k else (None, (), None, None, None)
+    turned = rope_ref.turn(q, cos, sin) if roped else q
+    want = sparse_attention_ref.sparse_attention(turned, *source, window, rows, sink)
+    if roped:
+        want = rope_ref.turn(want, cos, -sin)
+    got = sparse_attention_triton.sparse_attention(
+        q, *source, window, rows, sink, (cos, sin) if roped else None
+    )
+    assert (got.double() - want.double()).norm() <= 2e-3 * want.double().norm()
+
+
+def test_attention_stays_inside_its_pages() -> None:
+    from cedar.kernels import sparse_attention_triton
+
+    m = memory()
+    q, window, rows, sink, _, _ = queries(2, 4, seed=1)
+    table = m.table.clone()
+    table[:, 0], table[:, 1] = 10_000, -7
+    entries = torch.tensor([[0, 17, 9_999], [3, 20, -1]], dtype=torch.int32)
+    seq = torch.tensor([55, -3], dtype=torch.int32)
+    rows[0, 0] = 1_000
+    sparse_attention_triton.sparse_attention(q, m.pages, m.planes[:2], table, seq, entries, window, rows, sink)
+
+
+def test_scores_and_block_maxima() -> None:
+    from cedar.kernels import index_scores_triton
+
+    m = memory()
+    seq = torch.tensor([0, 2, 2, 1], dtype=torch.int32)
+    visible = torch.tensor([37, 64, 9, 0], dtype=torch.int32)
+    payload, scales = pack_fp4_e8m0(torch.randn(4, 5, DI).bfloat16())
+    weights = torch.randn(4, 5)
+    q = unpack_fp4_e8m0(payload, scales, torch.float64)
+    want = index_scores_ref.scores(q, weights.double(), m.pages, m.planes[2:], m.table, seq, visible, 61 + 3)
+    got, best = index_scores_triton.scores(
+        payload, scales, weights, m.pages, m.planes[2:], m.table, seq, visible, 64, blocks=True
+    )
+    assert best is not None
+    assert torch.equal(torch.isinf(got), torch.isinf(want))
+    assert (got - want).nan_to_num(0).abs().max() < 1e-5 * want[torch.isfinite(want)].abs().max()
+    assert torch.equal(best, got.view(4, 8, 8).amax(2))
+
+
+def test_gathered_scores() -> None:
+    from cedar.kernels import index_scores_triton
+
+    m = memory()
+    seq = torch.tensor([2, 0], dtype=torch.int32)
+    candidates = torch.randint(-1, 37, (2, 41), dtype=torch.int32)
+    payload, scales = pack_fp4_e8m0(torch.randn(2, 4, DI).bfloat16())
+    weights = torch.randn(2, 4)
+    q = unpack_fp4_e8m0(payload, scales, torch.float64)
+    want = index_scores_ref.scores_gathered(
+        q, weights.double(), m.pages, m.planes[2:], m.table, seq, candidates
+    )
+    got, _ = index_scores_triton.scores(
+        payload, scales, weights, m.pages, m.planes[2:], m.table, seq, seq, 41, entries=candidates
+    )
+    assert torch.equal(torch.isinf(got), torch.isinf(want))
+    assert (got - want).nan_to_num(0).abs().max() < 1e-5 * want[torch.isfinite(want)].abs().max()

@@ -1,0 +1,34 @@
+"""Every hot kernel compiles for sm_90 on a machine without a GPU, and the matrix units are used where meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+
+WGMMA = {"attend_hopper", "decode_scores", "prefill_scores", "linear_wide", "expert_hidden_wide"}
+SHARED_LIMIT = 227 * 1024
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_sm90"],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 13
+    for line in lines:
+        assert line["cubin"] > 0
+        assert line["shared"] <= SHARED_LIMIT, line
+        assert line["wgmma"] or line["name"] not in WGMMA, line

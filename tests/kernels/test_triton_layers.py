@@ -1,0 +1,158 @@
+"""Packers, linears, experts, mHC, router and Engram gate in Triton's interpreter, against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cedar.kernels import compress_ref, engram_gate_ref, experts_ref, fp4_ref, fp8_ref, linear_ref, mhc_ref
+from cedar.kernels import norm_ref, rope_ref, router_ref
+from cedar.kernels.compress import Entries, EntryPlanes, write_entries
+from cedar.kernels.paging import Plane
+from cedar.kernels.rope import rope_frequencies, rope_table
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+
+EPS = 1e-20
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("e4m3", [True, False])
+def test_packed_fp4_is_the_reference_bit_for_bit(e4m3: bool) -> None:
+    from cedar.kernels import compress_triton
+
+    x = (normal(9, 64) * torch.exp(normal(9, 1) * 4)).bfloat16()
+    x[0] = 0
+    want = fp4_ref.pack_e4m3(x) if e4m3 else fp4_ref.pack_e8m0(x)
+    for got, part in zip(compress_triton.pack_fp4(x, e4m3), want, strict=True):
+        assert torch.equal(got, part)
+
+
+def test_window_rows_go_to_their_places_bit_for_bit() -> None:
+    from cedar.kernels import compress_triton
+
+    k, norm, positions = normal(5, 64).bfloat16(), normal(64).bfloat16(), torch.arange(5) * 977
+    freqs = rope_frequencies(16, 10_000.0)
+    ring = torch.zeros(6, 66, dtype=torch.uint8)
+    places = torch.tensor([3, 1, 0, -1, 5], dtype=torch.int32)
+    compress_triton.write_window(k, norm, rope_table(positions, freqs), EPS, ring, places)
+    want = fp8_ref.pack_rows(rope_ref.rotate(norm_ref.rms_norm(k, norm, EPS), positions, freqs, False))
+    assert torch.equal(ring[places[[0, 1, 2, 4]].long()], want[[0, 1, 2, 4]])
+    assert not ring[[2, 4]].any()
+    assert torch.equal(compress_triton.pack_window_rows(k), fp8_ref.pack_rows(k))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_entries_go_straight_into_their_pages(group: int) -> None:
+    from cedar.kernels import compress_triton
+
+    count, width, key_width, rows = 5, 64, 32, 8
+    plane = ((0, 32), (256, 4), (320, 16), (448, 1))
+    planes = EntryPlanes(*(Plane(offset, size, rows) for offset, size in plane))
+    kv, gate = normal(count, group, width), normal(count, group, width, seed=1)
+    norm, key, key_norm = normal(width).bfloat16(), normal(key_width, width).bfloat16(), normal(key_width).bfloat16()
+    positions, freqs = torch.arange(count) * 31, rope_frequencies(16, 10_000.0)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    seq = torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32)
+    entry = torch.tensor([0, 9, 3, 15, 7], dtype=torch.int32)
+    pooled = compress_ref.pool_groups(kv, gate) if group > 1 else kv[:, 0].bfloat16()
+    want = torch.zeros(4, 512, dtype=torch.uint8)
+    entries = Entries(*compress_ref.entries(pooled, norm, key, key_norm, positions, freqs, EPS))
+    write_entries(want, planes, table, seq, entry, entries)
+    got = torch.zeros_like(want)
+    source = (kv, gate) if group > 1 else (pooled, None)
+    compress_triton.write_entries(
+        *source, norm, key, key_norm, rope_table(positions, freqs), EPS, got, planes, table, seq, entry
+    )
+    assert torch.equal(got, want)
+    compress_triton.write_entries(
+        *source, norm, key, key_norm, rope_table(positions, freqs), EPS, got, planes, table + 1000, seq + 9, entry - 20
+    )
+
+
+def test_linear_fp8_and_its_activations() -> None:
+    from cedar.kernels import linear_triton
+
+    x = normal(5, 96).bfloat16()
+    weight = normal(70, 96).to(torch.float8_e4m3fn)
+    scale = torch.randint(118, 128, (3, 3), dtype=torch.uint8)
+    want = linear_ref.linear_fp8(x, fp8_ref.expand_blocks(weight, scale, torch.float64))
+    assert torch.equal(linear_triton.linear_fp8(x, weight, scale), want)
+    seen = fp8_ref.round_trip(x)
+    assert torch.equal(linear_triton.permuted(x), seen)
+    order = [3, 7, 2, 6, 1, 5, 0, 4]
+    want = seen.view(5, -1, 8)[..., order].flatten(1)
+    assert torch.equal(linear_triton.permuted(x, linear_triton.FOR_FP4), want)
+
+
+def test_wide_order_only_moves_channels() -> None:
+    from cedar.kernels import linear_triton
+
+    x = normal(2, 256).bfloat16()
+    wide = linear_triton.permuted(x, linear_triton.FOR_FP8 + linear_triton.WIDE)
+    narrow = linear_triton.permuted(x, linear_triton.FOR_FP8).view(2, 2, 4, 8, 2, 2)
+    assert torch.equal(wide.view(2, 2, 8, 2, 4, 2), narrow.permute(0, 1, 3, 4, 2, 5))
+
+
+@pytest.mark.parametrize("sorted_by_one", [0, 4096])
+def test_experts(sorted_by_one: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cedar.kernels import experts_triton
+
+    monkeypatch.setattr(experts_triton, "SORTED_BY_ONE", sorted_by_one)
+    width, inner, experts, k = 64, 96, 6, 2
+    packed = tuple(
+        fp4_ref.pack_e8m0((normal(experts, rows, columns, seed=i) * 0.2).bfloat16())
+        for i, (rows, columns) in enumerate(((inner, width), (inner, width), (width, inner)))
+    )
+    x, weights = normal(5, width).bfloat16(), torch.rand(5, k)
+    ids = torch.stack([torch.randperm(experts)[:k].sort().values for _ in range(5)]).to(torch.int32)
+    want = experts_ref.grouped_experts(x, ids, weights, packed, None, 10.0)
+    got = experts_triton.grouped_experts(x, ids, weights, packed, 10.0)
+    assert (got - want).norm() <= 1e-3 * want.norm()
+
+
+def test_mhc() -> None:
+    from cedar.kernels import mhc_triton
+
+    x, y, fn = normal(5, 4, 96).bfloat16(), normal(5, 96).bfloat16(), normal(24, 384) * 0.05
+    scale, base = torch.rand(3), normal(24)
+    mixes = mhc_ref.mix(x, fn, scale, base, EPS, 1e-6, 20)
+    for got, want in zip(mhc_triton.mix(x, fn, scale, base, EPS, 1e-6, 20), mixes, strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    pre, post, comb = mixes
+    streams = mhc_ref.expand(x, y, post, comb)
+    norm = torch.rand(96).bfloat16()
+    got, row = mhc_triton.boundary(x, (y, post, comb), pre, (norm, EPS))
+    assert torch.equal(got, streams)
+    assert row is not None
+    assert torch.equal(row, norm_ref.rms_norm(mhc_ref.collapse(streams, pre), norm, EPS))
+    _, row = mhc_triton.boundary(x, None, pre)
+    assert row is not None
+    assert torch.equal(row, mhc_ref.collapse(x, pre))
+
+
+def test_router_and_norm() -> None:
+    from cedar.kernels import norm_triton, router_triton
+
+    x, weight, bias = normal(6, 32).bfloat16(), normal(48, 32).bfloat16(), normal(48) * 0.1
+    ids, weights = router_ref.route(x, weight, bias, 6, 1.5)
+    logits = (x.double() @ weight.double().T).float()
+    got_ids, got = router_triton.select(logits, bias, 6, 1.5)
+    assert torch.equal(got_ids, ids)
+    assert torch.allclose(got, weights, rtol=1e-5)
+    assert torch.equal(norm_triton.rms_norm(x, weight[0], EPS), norm_ref.rms_norm(x, weight[0], EPS))
+
+
+def test_engram_gate() -> None:
+    from cedar.kernels import engram_gate_triton
+
+    x, key, value = normal(5, 4, 96).bfloat16(), normal(5, 4, 96, seed=1).bfloat16(), normal(5, 96).bfloat16()
+    q, k = normal(4, 96).bfloat16(), normal(4, 96, seed=1).bfloat16()
+    image = torch.tensor([0, 1, 0, 0, 0], dtype=torch.bool)
+    want = engram_gate_ref.engram_gate(x, key, value, q, k, image, EPS)
+    got = engram_gate_triton.engram_gate(x, key, value, q, k, image, EPS)
+    assert (got.double() - want.double()).norm() <= 1e-3 * want.double().norm()
+    assert torch.equal(got[1], x[1])
