@@ -114,13 +114,17 @@ def compress_into_pages(
 
     kv and gate fp32 [G, m, D]; or gate None and kv the pooled bf16 [G, D]. The rest as in those three.
     """
-    fits = kv.shape[-1].bit_count() == 1 and key_weight.shape[0].bit_count() == 1 and key_weight.shape[0] >= 32
+    fits = (
+        kv.shape[-1].bit_count() == 1 and key_weight.shape[0].bit_count() == 1 and key_weight.shape[0] >= 32
+    )
     if kv.is_cuda and fits:
         from cedar.kernels import compress_triton
         from cedar.kernels.rope import rope_table
 
         c = Contract("compress_into_pages")
-        c.expect("kv", kv, "G D" if gate is None else "G m D", torch.bfloat16 if gate is None else torch.float32)
+        c.expect(
+            "kv", kv, "G D" if gate is None else "G m D", torch.bfloat16 if gate is None else torch.float32
+        )
         if gate is not None:
             c.expect("gate", gate, "G m D", torch.float32)
         c.expect("norm_weight", norm_weight, "D", torch.bfloat16)
@@ -135,7 +139,18 @@ def compress_into_pages(
             check_plane(c, f"planes.{name}", plane, row_bytes=size, rows=planes.main_payload.rows)
         rope = rope_table(positions, freqs)
         compress_triton.write_entries(
-            kv, gate, norm_weight, key_weight, key_norm_weight, rope, eps, pages, planes, page_table, seq, entry
+            kv,
+            gate,
+            norm_weight,
+            key_weight,
+            key_norm_weight,
+            rope,
+            eps,
+            pages,
+            planes,
+            page_table,
+            seq,
+            entry,
         )
         return
     pooled = kv if gate is None else pool_groups(kv, gate)

@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """The compressor and the window key, each in one launch, written where they are kept (spec §3, §4).
 
-`write_entries`: pooling, norm, index key, RoPE, both FP4 packs, straight into pages. `write_window`: norm, RoPE, FP8, into the
-ring. Norms are float64 inside like the reference's, rotations fp32 without fused multiply-add, so bytes agree bit for bit
+`write_entries`: pooling, norm, index key, RoPE, both FP4 packs, straight into pages. `write_window`: norm,
+RoPE, FP8, into the
+ring. Norms are float64 inside like the reference's, rotations fp32 without fused multiply-add, so bytes
+agree bit for bit
 wherever the index key's matrix product (fp32 sums here) rounds to the same bf16.
 Page numbers outside of what they index are clamped: nothing is written out of bounds.
 """
@@ -12,7 +14,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.packed_triton import bf16_round, fp8_scale, matmul, pack_fp4_e4m3, pack_fp4_e8m0, to_bf16, to_e4m3
+from cedar.kernels.packed_triton import (
+    bf16_round,
+    fp8_scale,
+    matmul,
+    pack_fp4_e4m3,
+    pack_fp4_e8m0,
+    to_bf16,
+    to_e4m3,
+)
 
 
 @triton.jit
@@ -41,7 +51,9 @@ def _rotate(even, odd, cos_ptr, sin_ptr, row, rows, HALF: tl.constexpr, HALF_ROP
 
 @triton.jit
 def _pool(kv_ptr, gate_ptr, row, rows, channel, D: tl.constexpr, M: tl.constexpr):
-    """Channels [R, HALF] of kv weighted by the softmax of gate over the M tokens of a group, rounded to bf16."""
+    """Channels [R, HALF] of kv weighted by the softmax of gate over the M tokens of a group, rounded to
+    bf16.
+    """
     inside = (row < rows)[:, None]
     at = row[:, None] * (M * D) + channel[None, :]
     if M == 1:
@@ -124,9 +136,11 @@ def write_entries(
     seq: torch.Tensor,
     entry: torch.Tensor,
 ) -> None:
-    """kv and gate fp32 [G, m, D], or gate None and kv the pooled bf16 [G, D], into entries entry[g] of sequences seq[g].
+    """kv and gate fp32 [G, m, D], or gate None and kv the pooled bf16 [G, D], into entries entry[g] of
+    sequences seq[g].
 
-    rope = (cos, sin) fp32 [G, R/2] at each group's first position; planes as `EntryPlanes`; a negative entry is not written.
+    rope = (cos, sin) fp32 [G, R/2] at each group's first position; planes as `EntryPlanes`; a negative
+    entry is not written.
     """
     count, width = kv.shape[0], kv.shape[-1]
     if count == 0:
@@ -181,7 +195,8 @@ def write_window(
     ring: torch.Tensor,
     places: torch.Tensor,
 ) -> None:
-    """k bf16 [N, D] (before its norm, or after with norm_weight None) into rows places[n] of ring uint8 [R, D + D/32].
+    """k bf16 [N, D] (before its norm, or after with norm_weight None) into rows places[n] of ring uint8
+    [R, D + D/32].
 
     rope = (cos, sin) fp32 [N, R/2] or None; a place outside the ring is not written.
     """
@@ -223,7 +238,9 @@ def _pack(x_ptr, payload_ptr, scale_ptr, count, HALF: tl.constexpr, E4M3: tl.con
 
 
 def pack_fp4(x: torch.Tensor, e4m3: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(payload uint8 [..., C/2], scale bytes) of x bf16 [..., C], C a power of two: E4M3 groups of 16 or E8M0 groups of 32."""
+    """(payload uint8 [..., C/2], scale bytes) of x bf16 [..., C], C a power of two: E4M3 groups of 16 or
+    E8M0 groups of 32.
+    """
     width = x.shape[-1]
     payload = torch.empty(*x.shape[:-1], width // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(*x.shape[:-1], width // (16 if e4m3 else 32), dtype=torch.uint8, device=x.device)
@@ -231,6 +248,13 @@ def pack_fp4(x: torch.Tensor, e4m3: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if count:
         rows = max(1, 2048 // width)
         _pack[(triton.cdiv(count, rows),)](
-            x.contiguous().view(torch.int32), payload, scales, count, width // 2, e4m3, rows, enable_fp_fusion=False
+            x.contiguous().view(torch.int32),
+            payload,
+            scales,
+            count,
+            width // 2,
+            e4m3,
+            rows,
+            enable_fp_fusion=False,
         )
     return payload, scales

@@ -31,7 +31,11 @@ def _gate(
         squares += x * x
         key_squares += key * key
     a = tl.sum(product, axis=0)
-    a = a / tl.sqrt(tl.sum(squares, axis=0) / width + eps) / tl.sqrt(tl.sum(key_squares, axis=0) / width + eps)
+    a = (
+        a
+        / tl.sqrt(tl.sum(squares, axis=0) / width + eps)
+        / tl.sqrt(tl.sum(key_squares, axis=0) / width + eps)
+    )
     a = a / tl.sqrt(width.to(tl.float64))
     root = tl.sqrt(tl.maximum(tl.abs(a), 1e-6))
     root = tl.where(a > 0, root, tl.where(a < 0, -root, 0.0))

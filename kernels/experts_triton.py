@@ -1,7 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Routed experts on MXFP4 weights: sort slots by expert, gate-up-SwiGLU, down, sum in the order of ids (spec §3).
+"""Routed experts on MXFP4 weights: sort slots by expert, gate-up-SwiGLU, down, sum in the order of ids
+(spec §3).
 
-A slot is one choice of one token: token·k + choice. Slots of one expert are laid out in tiles of T, so that every weight byte is
+A slot is one choice of one token: token·k + choice. Slots of one expert are laid out in tiles of T, so
+that every weight byte is
 read once per tile. `weights_hopper` does the products on Hopper; elsewhere `linear_triton.packed_rows` does.
 """
 
@@ -50,12 +52,24 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
         size = triton.next_power_of_2(experts)
         cursor = torch.empty(size, dtype=torch.int32, device=ids.device)
         _align[(1,)](
-            ids, slots, owners, cursor, count, tiles, size, max(16, triton.next_power_of_2(count)), together, 1024, num_warps=8
+            ids,
+            slots,
+            owners,
+            cursor,
+            count,
+            tiles,
+            size,
+            max(16, triton.next_power_of_2(count)),
+            together,
+            1024,
+            num_warps=8,
         )
         return slots, owners, tiles
     flat = ids.flatten().to(torch.int64)
     order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     needed = (counts + together - 1) // together
     first = needed.cumsum(0) - needed
     chosen = flat[order]
@@ -82,7 +96,9 @@ def _swiglu(gate_ptr, up_ptr, weight_ptr, out_ptr, columns, limit, WEIGHTED: tl.
     tl.store(out_ptr + row * columns + at, to_bf16(out), mask=at < columns)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, weight: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, limit: float, weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """bf16 [..., I]: silu(min(gate, limit))·clamp(up, ±limit), times weight of each row if given."""
     columns = gate.shape[-1]
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -131,7 +147,20 @@ def grouped_experts(
 
         hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
         expert_hidden_wide[(inner // 64, tiles)](
-            permuted(x, FOR_FP4 + WIDE), slots, owners, weights, w1, s1, w3, s3, hidden, inner, k, limit, width, num_warps=4
+            permuted(x, FOR_FP4 + WIDE),
+            slots,
+            owners,
+            weights,
+            w1,
+            s1,
+            w3,
+            s3,
+            hidden,
+            inner,
+            k,
+            limit,
+            width,
+            num_warps=4,
         )
         expert_output_wide[(width // 64, tiles)](hidden, slots, owners, w2, s2, y, width, inner, num_warps=4)
     elif fast:
@@ -139,15 +168,44 @@ def grouped_experts(
 
         hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
         expert_hidden[(inner // 64, tiles)](
-            permuted(x, FOR_FP4), slots, owners, weights, w1, s1, w3, s3, hidden, inner, k, limit, width, together, num_warps=4
+            permuted(x, FOR_FP4),
+            slots,
+            owners,
+            weights,
+            w1,
+            s1,
+            w3,
+            s3,
+            hidden,
+            inner,
+            k,
+            limit,
+            width,
+            together,
+            num_warps=4,
         )
-        expert_output[(width // 64, tiles)](hidden, slots, owners, w2, s2, y, width, inner, together, num_warps=4)
+        expert_output[(width // 64, tiles)](
+            hidden, slots, owners, w2, s2, y, width, inner, together, num_warps=4
+        )
     else:
         gate, up = (torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device) for _ in range(2))
         seen = permuted(x)
         for weight, scale, out in ((w1, s1, gate), (w3, s3, up)):
             packed_rows[(triton.cdiv(inner, 32), tiles)](
-                seen, slots, owners, weight, scale, out, width, inner, scale.shape[2], k, True, together, 32, 64
+                seen,
+                slots,
+                owners,
+                weight,
+                scale,
+                out,
+                width,
+                inner,
+                scale.shape[2],
+                k,
+                True,
+                together,
+                32,
+                64,
             )
         hidden = permuted(swiglu(gate, up, limit, weights.flatten()))
         packed_rows[(triton.cdiv(width, 32), tiles)](
@@ -157,5 +215,3 @@ def grouped_experts(
     block = min(1024, triton.next_power_of_2(width))
     _sum[(tokens, triton.cdiv(width, block))](y, total, width, k, block)
     return total
-
-

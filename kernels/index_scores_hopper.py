@@ -1,8 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Index scores for Hopper's matrix units, 32 heads of 128: packed keys go from memory to wgmma's registers directly.
+"""Index scores for Hopper's matrix units, 32 heads of 128: packed keys go from memory to wgmma's registers
+directly.
 
-A key is the left operand. Its 64 payload bytes are loaded by four threads, 16 bytes each: one scale group a thread. Which of
-a thread's 32 channels meets which step of the product does not matter so long as the queries are permuted alike, so channels
+A key is the left operand. Its 64 payload bytes are loaded by four threads, 16 bytes each: one scale group
+a thread. Which of
+a thread's 32 channels meets which step of the product does not matter so long as the queries are permuted
+alike, so channels
 are named such that expanded bytes already lie where wgmma wants them: no shared memory, no shuffle.
 Keys and queries carry 2^-32 each (see `packed_triton`); the head weights give 2^64 back.
 """
@@ -18,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Eight packed channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1, 5), (0, 4):
+# Eight packed channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6),
+# (1, 5), (0, 4):
 # E2M1's three magnitude bits land on bf16's bits 6 to 8, value·2^-126.
 _FP4_ASM = gl.constexpr("""
 {
@@ -60,7 +64,8 @@ def _linear(registers, lanes, warps, shape):
     return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], shape))
 
 
-# Words of keys [64 or 128, 16] in four warps, [128, 16] in eight, of queries [32, 16] in four; as [rows, 4 groups, 4] for scales.
+# Words of keys [64 or 128, 16] in four warps, [128, 16] in eight, of queries [32, 16] in four; as [rows, 4
+# groups, 4] for scales.
 _RAW64 = _linear([*_WORDS, [8, 0]], _LANES, _WARPS4, [64, 16])
 _RAW64_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, _WARPS4_3, [64, 4, 4])
 _RAW128 = _linear([*_WORDS, [8, 0], [64, 0]], _LANES, _WARPS4, [128, 16])
@@ -76,7 +81,9 @@ _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.jit
 def _expand(payload, scales, ROWS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.constexpr):
-    """bf16·2^-32 [ROWS, 128] of payload words [ROWS, 16] and E8M0 bytes [ROWS, 4], channels in wgmma's order."""
+    """bf16·2^-32 [ROWS, 128] of payload words [ROWS, 16] and E8M0 bytes [ROWS, 4], channels in wgmma's
+    order.
+    """
     power = gl.minimum(scales.to(gl.int32) + 94, 254) * 0x00800080
     wide = power[:, :, None] + gl.full([ROWS, 4, 4], 0, gl.int32, RAW3)
     scale = gl.convert_layout(gl.reshape(wide, [ROWS, 16]), RAW)
@@ -91,7 +98,9 @@ def _expand(payload, scales, ROWS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.con
 
 
 @gluon.jit
-def _place(pages, page, row, ROWS: gl.constexpr, PAGE: gl.constexpr, OFFSET: gl.constexpr, WIDTH: gl.constexpr):
+def _place(
+    pages, page, row, ROWS: gl.constexpr, PAGE: gl.constexpr, OFFSET: gl.constexpr, WIDTH: gl.constexpr
+):
     return pages + page.to(gl.int64) * PAGE + OFFSET + (row * WIDTH).to(gl.int64)
 
 
@@ -101,7 +110,9 @@ def _load_keys(
     KEYS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.constexpr,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """Raw bytes of keys first .. first+KEYS of the sequence whose table row is `table` (GATHER: of the entries named)."""
+    """Raw bytes of keys first .. first+KEYS of the sequence whose table row is `table` (GATHER: of the
+    entries named).
+    """
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, RAW))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW3)))
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, RAW))
@@ -114,15 +125,23 @@ def _load_keys(
         at3 = _place(pages, page, row + key3, ROWS, PAGE, SCALES, 4)
     else:
         if GATHER:
-            entry = gl.maximum(gl.load(entries + first + key, mask=first + key < limit, other=0), 0).to(gl.int32)
-            entry3 = gl.maximum(gl.load(entries + first + key3, mask=first + key3 < limit, other=0), 0).to(gl.int32)
+            entry = gl.maximum(gl.load(entries + first + key, mask=first + key < limit, other=0), 0).to(
+                gl.int32
+            )
+            entry3 = gl.maximum(gl.load(entries + first + key3, mask=first + key3 < limit, other=0), 0).to(
+                gl.int32
+            )
         else:
             entry = first + key
             entry3 = first + key3
         page = gl.load(table + gl.minimum(entry // ROWS, table_width - 1)).to(gl.int32)
         page3 = gl.load(table + gl.minimum(entry3 // ROWS, table_width - 1)).to(gl.int32)
-        at = _place(pages, gl.minimum(gl.maximum(page, 0), page_count - 1), entry % ROWS, ROWS, PAGE, PAYLOAD, 64)
-        at3 = _place(pages, gl.minimum(gl.maximum(page3, 0), page_count - 1), entry3 % ROWS, ROWS, PAGE, SCALES, 4)
+        at = _place(
+            pages, gl.minimum(gl.maximum(page, 0), page_count - 1), entry % ROWS, ROWS, PAGE, PAYLOAD, 64
+        )
+        at3 = _place(
+            pages, gl.minimum(gl.maximum(page3, 0), page_count - 1), entry3 % ROWS, ROWS, PAGE, SCALES, 4
+        )
     words = at.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
     return gl.load(words), gl.load(at3[:, None] + group[None, :])
 
@@ -148,9 +167,11 @@ def decode_scores(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     KEYS: gl.constexpr, TOKENS: gl.constexpr, GATHER: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(tiles / tiles_each), ceil(tokens / TOKENS)): TOKENS neighbouring tokens over a run of key tiles.
+    """Grid (ceil(tiles / tiles_each), ceil(tokens / TOKENS)): TOKENS neighbouring tokens over a run of key
+    tiles.
 
-    Keys are read once for neighbours of one sequence. GATHER scores entries [tokens, width] instead (TOKENS 1).
+    Keys are read once for neighbours of one sequence. GATHER scores entries [tokens, width] instead
+    (TOKENS 1).
     BLOCKS also writes the greatest score of every 8 keys to best [tokens, best_width].
     """
     RAW: gl.constexpr = _RAW64 if KEYS == 64 else _RAW128
@@ -165,14 +186,18 @@ def decode_scores(
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
     for i in gl.static_range(TOKENS):
         asked = gl.minimum(base + i, tokens - 1)
-        q_words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + (asked * 32 + head)[:, None] * 16 + word[None, :])
+        q_words = gl.load(
+            q_ptr.to(gl.pointer_type(gl.int32)) + (asked * 32 + head)[:, None] * 16 + word[None, :]
+        )
         q_scales = gl.load(q_scale_ptr + (asked * 32 + head3)[:, None] * 4 + group[None, :])
         queries.index(i).store(_expand(q_words, q_scales, 32, _QUERY, _QUERY_3))
     if TOKENS == 1:
         only = _head_weights(weight_ptr, base, ACC)
     fence_async_shared()
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, ACC))
-    block = gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+    block = gl.arange(
+        0, KEYS // 8, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+    )
     start = gl.program_id(0) * tiles_each * KEYS
     stop = gl.minimum(start + tiles_each * KEYS, width)
     end = gl.minimum(base + TOKENS, tokens)
@@ -214,19 +239,27 @@ def decode_scores(
                     coming = _product(keys, queries, j + 1, KEYS)
                 token = base + j
                 mine = (token >= run) & (token < until)
-                weight = only if TOKENS == 1 else _head_weights(weight_ptr, gl.minimum(token, tokens - 1), ACC)
+                weight = (
+                    only if TOKENS == 1 else _head_weights(weight_ptr, gl.minimum(token, tokens - 1), ACC)
+                )
                 score = gl.sum((s + gl.abs(s)) * weight[None, :], axis=1)  # twice the relu, on the wider pipe
                 row = token.to(gl.int64)
                 shown = (first + key < width) & mine
                 if GATHER:
                     present = gl.load(entries_ptr + row * width + first + key, mask=shown, other=-1) >= 0
                 else:
-                    limit = reach if TOKENS == 1 else gl.load(visible_ptr + gl.minimum(token, tokens - 1)).to(gl.int32)
+                    limit = (
+                        reach
+                        if TOKENS == 1
+                        else gl.load(visible_ptr + gl.minimum(token, tokens - 1)).to(gl.int32)
+                    )
                     present = first + key < limit
                 score = gl.where(present, score, float("-inf"))
                 gl.store(out_ptr + row * width + first + key, score, mask=shown)
                 if BLOCKS:
-                    best = gl.convert_layout(gl.max(gl.reshape(score, [KEYS // 8, 8]), axis=1), block.type.layout)
+                    best = gl.convert_layout(
+                        gl.max(gl.reshape(score, [KEYS // 8, 8]), axis=1), block.type.layout
+                    )
                     where = first // 8 + block
                     gl.store(best_ptr + row * best_width + where, best, mask=(where < best_width) & mine)
         rest = gl.maximum((last - start + KEYS - 1) // KEYS, 0) * KEYS + start
@@ -246,12 +279,16 @@ def decode_scores(
 
 @gluon.jit
 def expand_queries(q_ptr, q_scale_ptr, weight_ptr, out_ptr, out_weight_ptr):
-    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head weights times 2^63."""
+    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head
+    weights times 2^63.
+    """
     column = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     weight = gl.load(weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column).to(gl.float32)
     gl.store(out_weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column, weight * 9223372036854775808.0)
     head = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY))
-    head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3)))
+    head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(
+        0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3))
+    )
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, _QUERY))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
     payload = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + head[:, None] * 16 + word[None, :])
@@ -311,7 +348,8 @@ def prefill_scores(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     CHUNK: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers, four queries a step.
+    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers,
+    four queries a step.
 
     q and weight come from `expand_queries`, with rows for 24 tokens more (of any value).
     """
@@ -353,13 +391,37 @@ def prefill_scores(
                 async_copy.wait_group(0)
                 fence_async_shared()
                 coming = _start_product(keys, queries.index(1), s_b)
-                _weigh(s_a, weights.index(0), token, first, until, visible_ptr, out_ptr, best_ptr, width, best_width, BLOCKS)
+                _weigh(
+                    s_a,
+                    weights.index(0),
+                    token,
+                    first,
+                    until,
+                    visible_ptr,
+                    out_ptr,
+                    best_ptr,
+                    width,
+                    best_width,
+                    BLOCKS,
+                )
                 _copy_queries(queries.index(0), weights.index(0), q_ptr, weight_ptr, token + 8)
                 s_b = warpgroup_mma_wait(0, deps=[coming])
                 async_copy.wait_group(0)
                 fence_async_shared()
                 coming = _start_product(keys, queries.index(0), s_a)
-                _weigh(s_b, weights.index(1), token + 4, first, until, visible_ptr, out_ptr, best_ptr, width, best_width, BLOCKS)
+                _weigh(
+                    s_b,
+                    weights.index(1),
+                    token + 4,
+                    first,
+                    until,
+                    visible_ptr,
+                    out_ptr,
+                    best_ptr,
+                    width,
+                    best_width,
+                    BLOCKS,
+                )
                 _copy_queries(queries.index(1), weights.index(1), q_ptr, weight_ptr, token + 12)
                 s_a = warpgroup_mma_wait(0, deps=[coming])
             async_copy.wait_group(0)
@@ -372,5 +434,9 @@ def prefill_scores(
                 if BLOCKS:
                     block = first // 8 + key
                     at_best = best_ptr + mine.to(gl.int64)[None, :] * best_width + block[:, None]
-                    gl.store(at_best, nothing, mask=(mine < until)[None, :] & ((key < 16) & (block < best_width))[:, None])
+                    gl.store(
+                        at_best,
+                        nothing,
+                        mask=(mine < until)[None, :] & ((key < 16) & (block < best_width))[:, None],
+                    )
         run = until

@@ -1,7 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass (spec §3).
+"""Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass
+(spec §3).
 
-On Hopper with 32 heads of 128 `index_scores_hopper` does the work; here are the kernel for every other shape and the choice.
+On Hopper with 32 heads of 128 `index_scores_hopper` does the work; here are the kernel for every other
+shape and the choice.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def _scores(
         entry = key
         present = key < tl.minimum(tl.load(visible_ptr + token), width)
     row = token * heads + head
-    packed = tl.load(q_ptr + row[:, None] * HALF + pair[None, :], mask=head[:, None] < heads, other=0).to(tl.int32)
+    packed = tl.load(q_ptr + row[:, None] * HALF + pair[None, :], mask=head[:, None] < heads, other=0).to(
+        tl.int32
+    )
     code = tl.load(
         q_scale_ptr + row[:, None] * (HALF // 16) + pair[None, :] // 16, mask=head[:, None] < heads, other=0
     )
@@ -51,7 +55,9 @@ def _scores(
         at[:, None] + PAYLOAD + line[:, None] * HALF + pair[None, :], mask=present[:, None], other=0
     ).to(tl.int32)
     code = tl.load(
-        at[:, None] + SCALES + line[:, None] * (HALF // 16) + pair[None, :] // 16, mask=present[:, None], other=0
+        at[:, None] + SCALES + line[:, None] * (HALF // 16) + pair[None, :] // 16,
+        mask=present[:, None],
+        other=0,
     )
     factor = exponent_value(code)
     s = tl.dot(e2m1(packed & 15) * factor, tl.trans(q_even), input_precision="ieee")
@@ -91,7 +97,8 @@ def scores(
     """Scores fp32 [N, width] and, with `blocks`, the greatest of every 8 [N, ceil(width/8)] (else None).
 
     `entries` [N, width] scores those instead of 0 .. width-1 (-1: none), and `visible` is not read.
-    `neighbours` tokens of one sequence share a pass over its keys; `keys`, `waves` size the decode kernel's tiles and grid.
+    `neighbours` tokens of one sequence share a pass over its keys; `keys`, `waves` size the decode
+    kernel's tiles and grid.
     """
     tokens, heads, half = q_payload.shape
     out = torch.empty(tokens, width, dtype=torch.float32, device=q_payload.device)

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Matrix products on a GPU: activations quantised in one launch, then packed weights read once (few tokens) or a library
+"""Matrix products on a GPU: activations quantised in one launch, then packed weights read once (few
+tokens) or a library
 product on weights expanded for the call (many).
 
 `weights_hopper` has the kernel for few tokens on Hopper; `_rows` here is the one for every other shape.
@@ -39,7 +40,9 @@ def _permuted(x_ptr, out_ptr, columns, ORDER: tl.constexpr, B: tl.constexpr):
 
 
 def permuted(x: torch.Tensor, order: int = NATURAL) -> torch.Tensor:
-    """What a matmul sees of x bf16 [N, I] (quantised, read back), its channels in the order that packed weights meet them."""
+    """What a matmul sees of x bf16 [N, I] (quantised, read back), its channels in the order that packed
+    weights meet them.
+    """
     rows, columns = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows:
@@ -54,7 +57,9 @@ def _expand(weight_ptr, scale_ptr, out_ptr, columns, scale_columns, B: tl.conste
     row = tl.program_id(0)
     at = tl.program_id(1) * B + tl.arange(0, B)
     value = tl.load(weight_ptr + row.to(tl.int64) * columns + at, mask=at < columns, other=0)
-    code = tl.load(scale_ptr + (row // 32).to(tl.int64) * scale_columns + at // 32, mask=at < columns, other=127)
+    code = tl.load(
+        scale_ptr + (row // 32).to(tl.int64) * scale_columns + at // 32, mask=at < columns, other=127
+    )
     value = value.to(tl.float8e4nv, bitcast=True).to(tl.float32) * exponent_value(code)
     tl.store(out_ptr + row.to(tl.int64) * columns + at, to_bf16(value), mask=at < columns)
 
@@ -75,7 +80,8 @@ def packed_rows(
     x_ptr, slots_ptr, experts_ptr, weight_ptr, scale_ptr, out_ptr, columns, outputs, scale_columns, k,
     FP4: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(outputs / BO), tiles): W[expert]·x of T slots a tile, any shape; x natural and already quantised.
+    """Grid (ceil(outputs / BO), tiles): W[expert]·x of T slots a tile, any shape; x natural and already
+    quantised.
 
     Slot s (negative: none) reads row s // k of x and writes row s of out bf16.
     """
@@ -92,18 +98,30 @@ def packed_rows(
             if FP4:
                 pair = start // 2 + tl.arange(0, BK // 2)
                 fits = (2 * pair < columns)[None, :]
-                byte = tl.load(weight_ptr + base * (columns // 2) + pair[None, :], mask=inside & fits, other=0).to(tl.int32)
-                code = tl.load(scale_ptr + base * scale_columns + pair[None, :] // 16, mask=inside & fits, other=127)
+                byte = tl.load(
+                    weight_ptr + base * (columns // 2) + pair[None, :], mask=inside & fits, other=0
+                ).to(tl.int32)
+                code = tl.load(
+                    scale_ptr + base * scale_columns + pair[None, :] // 16, mask=inside & fits, other=127
+                )
                 factor = exponent_value(code)
-                even = tl.load(x_ptr + source + 2 * pair[None, :], mask=(slot >= 0)[:, None] & fits, other=0.0)
-                odd = tl.load(x_ptr + source + 2 * pair[None, :] + 1, mask=(slot >= 0)[:, None] & fits, other=0.0)
+                even = tl.load(
+                    x_ptr + source + 2 * pair[None, :], mask=(slot >= 0)[:, None] & fits, other=0.0
+                )
+                odd = tl.load(
+                    x_ptr + source + 2 * pair[None, :] + 1, mask=(slot >= 0)[:, None] & fits, other=0.0
+                )
                 acc += _wide_dot(e2m1(byte & 15) * factor, even)
                 acc += _wide_dot(e2m1(byte >> 4) * factor, odd)
             else:
                 at = start + tl.arange(0, BK)
                 fits = (at < columns)[None, :]
                 byte = tl.load(weight_ptr + base * columns + at[None, :], mask=inside & fits, other=0)
-                code = tl.load(scale_ptr + (base // 32) * scale_columns + at[None, :] // 32, mask=inside & fits, other=127)
+                code = tl.load(
+                    scale_ptr + (base // 32) * scale_columns + at[None, :] // 32,
+                    mask=inside & fits,
+                    other=127,
+                )
                 value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * exponent_value(code)
                 x = tl.load(x_ptr + source + at[None, :], mask=(slot >= 0)[:, None] & fits, other=0.0)
                 acc += _wide_dot(value, x)
@@ -164,7 +182,14 @@ def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     fits = columns % 128 == 0 and outputs % 64 == 0 and weight.is_contiguous() and scale.is_contiguous()
     if flat.shape[0] <= FEW_TOKENS and fits and x.is_cuda and hopper(x.device.index or 0):
         out = _few(
-            permuted(flat, FOR_FP8), weight.view(torch.uint8), scale, outputs, columns, outputs, 0, torch.bfloat16
+            permuted(flat, FOR_FP8),
+            weight.view(torch.uint8),
+            scale,
+            outputs,
+            columns,
+            outputs,
+            0,
+            torch.bfloat16,
         )
     elif flat.shape[0] <= SOME_TOKENS and fits and x.is_cuda and hopper(x.device.index or 0):
         from cedar.kernels.weights_hopper import linear_wide

@@ -1,8 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""mHC on a GPU: one pass over the streams at a sublayer's boundary, and the mix with its Sinkhorn rounds in registers (spec §3, §6).
+"""mHC on a GPU: one pass over the streams at a sublayer's boundary, and the mix with its Sinkhorn rounds
+in registers (spec §3, §6).
 
-`boundary`: expand with the sublayer's output, collapse with the pre handed in, norm: streams read once and written once.
-`mix`: the projection, its columns shared out over programs; the last to finish adds the parts in order and turns them into
+`boundary`: expand with the sublayer's output, collapse with the pre handed in, norm: streams read once and
+written once.
+`mix`: the projection, its columns shared out over programs; the last to finish adds the parts in order and
+turns them into
 pre, post and comb.
 """
 
@@ -21,7 +24,9 @@ def _boundary(
     x_ptr, y_ptr, post_ptr, comb_ptr, pre_ptr, norm_ptr, out_ptr, row_ptr, width, eps,
     HC: tl.constexpr, B: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens): a token's channels, B at a time; the norm reads the collapsed row again, out of the cache."""
+    """Grid (tokens): a token's channels, B at a time; the norm reads the collapsed row again, out of the
+    cache.
+    """
     token = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([B], tl.float64)
     for start in range(0, width, B):
@@ -71,7 +76,8 @@ def boundary(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(X' bf16 [N, 4, d], x bf16 [N, d] or None) of streams x bf16 [N, 4, d], in one launch.
 
-    expand = (y, post, comb) replaces the streams by X'; pre collapses them (the new ones); norm = (weight, eps) norms the result.
+    expand = (y, post, comb) replaces the streams by X'; pre collapses them (the new ones); norm = (weight,
+    eps) norms the result.
     """
     tokens, streams, width = x.shape
     x = x.contiguous()
@@ -100,7 +106,9 @@ def _mix(
     x_ptr, fn_ptr, scale_ptr, base_ptr, part_ptr, count_ptr, pre_ptr, post_ptr, comb_ptr, tokens, flat, eps, hc_eps, rounds,
     HC: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(tokens / T), SPLITS). part fp32 [SPLITS, tokens, 32]: z's sums, the sum of squares in the last column."""
+    """Grid (ceil(tokens / T), SPLITS). part fp32 [SPLITS, tokens, 32]: z's sums, the sum of squares in the
+    last column.
+    """
     token = tl.program_id(0) * T + tl.arange(0, T)
     mix = tl.arange(0, 32)
     split = tl.program_id(1)
@@ -110,9 +118,15 @@ def _mix(
     for i in range(each):
         at = (split * each + i) * BK + tl.arange(0, BK)
         x = tl.load(
-            x_ptr + token[:, None].to(tl.int64) * flat + at[None, :], mask=(token < tokens)[:, None] & (at < flat)[None, :], other=0.0
+            x_ptr + token[:, None].to(tl.int64) * flat + at[None, :],
+            mask=(token < tokens)[:, None] & (at < flat)[None, :],
+            other=0.0,
         ).to(tl.float32)
-        fn = tl.load(fn_ptr + mix[None, :] * flat + at[:, None], mask=(mix < MIXES)[None, :] & (at < flat)[:, None], other=0.0)
+        fn = tl.load(
+            fn_ptr + mix[None, :] * flat + at[:, None],
+            mask=(mix < MIXES)[None, :] & (at < flat)[:, None],
+            other=0.0,
+        )
         squares += tl.sum(x * x, axis=1)
         if INTERPRETED:
             z += tl.dot(x, fn, input_precision="ieee")
@@ -135,13 +149,17 @@ def _mix(
         row = token[:, None].to(tl.int64)
         tl.store(pre_ptr + row * HC + mix[None, :], _sigmoid(z) + hc_eps, mask=mine & (mix < HC)[None, :])
         tl.store(
-            post_ptr + row * HC + mix[None, :] - HC, 2 * _sigmoid(z), mask=mine & ((mix >= HC) & (mix < 2 * HC))[None, :]
+            post_ptr + row * HC + mix[None, :] - HC,
+            2 * _sigmoid(z),
+            mask=mine & ((mix >= HC) & (mix < 2 * HC))[None, :],
         )
         # the logits of comb to their own tensor, through memory
         tl.store(part_ptr + cell, z, mask=mine)
         tl.debug_barrier()
         s = tl.arange(0, HC * HC)
-        logits = tl.load(part_ptr + row * 32 + 2 * HC + s[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+        logits = tl.load(
+            part_ptr + row * 32 + 2 * HC + s[None, :], mask=mine, other=0.0, cache_modifier=".cg"
+        )
         c = tl.reshape(logits, [T, HC, HC])
         c = tl.exp(c - tl.max(c, axis=2)[:, :, None])
         c = c / tl.sum(c, axis=2)[:, :, None] + hc_eps
@@ -160,7 +178,13 @@ def _zeros(device: torch.device) -> torch.Tensor:
 
 
 def mix(
-    x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float, hc_eps: float, rounds: int
+    x: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    eps: float,
+    hc_eps: float,
+    rounds: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """pre [N, 4], post [N, 4], comb [N, 4, 4] fp32 of streams x bf16 [N, 4, d]; fn fp32 [24, 4d]."""
     tokens, streams = x.shape[:2]

@@ -30,6 +30,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             flat = flat.contiguous()
         size = triton.next_power_of_2(width)
         _norm[(flat.shape[0],)](
-            flat, weight.contiguous(), out, flat.stride(0), width, eps, size, num_warps=4 if size <= 2048 else 8
+            flat,
+            weight.contiguous(),
+            out,
+            flat.stride(0),
+            width,
+            eps,
+            size,
+            num_warps=4 if size <= 2048 else 8,
         )
     return out

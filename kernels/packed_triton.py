@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """The packed formats inside Triton kernels: FP4, FP8 and their scales, read and written (spec §4).
 
-Reading: `fp4_pairs` and `fp8_values` give exact bf16. On a GPU they are a few instructions for four bytes (`prmt`, `lop3`,
-one packed multiply); Triton's interpreter runs the same arithmetic on plain integers. The scale handed in is the stored
+Reading: `fp4_pairs` and `fp8_values` give exact bf16. On a GPU they are a few instructions for four bytes
+(`prmt`, `lop3`,
+one packed multiply); Triton's interpreter runs the same arithmetic on plain integers. The scale handed in
+is the stored
 one times 2^-lift, so that no product leaves bf16's range; the caller multiplies its sum by 2^lift.
 """
 
@@ -89,7 +91,9 @@ def to_e4m3(x):
 
 @triton.jit
 def power_of_two(code, shift):
-    """bf16 2^(code - 127 + shift) of E8M0 bytes (any shape); 0 below bf16's normal range, its largest power above it."""
+    """bf16 2^(code - 127 + shift) of E8M0 bytes (any shape); 0 below bf16's normal range, its largest
+    power above it.
+    """
     exponent = code.to(tl.int32) + shift
     exponent = tl.where(exponent < 1, 0, tl.minimum(exponent, 254))
     return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -112,7 +116,9 @@ def e2m1(nibble):
 
 @triton.jit
 def fp4_pairs(packed, scale):
-    """(even, odd) bf16 channels of bytes uint8; scale bf16 of the same shape, 2^126 times what multiplies the values."""
+    """(even, odd) bf16 channels of bytes uint8; scale bf16 of the same shape, 2^126 times what multiplies
+    the values.
+    """
     if INTERPRETED:
         byte = packed.to(tl.int32)
         factor = scale.to(tl.float32)
@@ -133,7 +139,9 @@ def fp4_pairs(packed, scale):
 
 @triton.jit
 def fp8_values(stored, scale):
-    """bf16 channels of E4M3 bytes uint8; scale bf16 of the same shape, 2^120 times what multiplies the values."""
+    """bf16 channels of E4M3 bytes uint8; scale bf16 of the same shape, 2^120 times what multiplies the
+    values.
+    """
     if INTERPRETED:
         value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         small: tl.constexpr = 7.52316384526264e-37  # 2^-120
@@ -172,7 +180,9 @@ def encode_e2m1(scaled):
 
 @triton.jit
 def pack_fp4_e4m3(even, odd, GROUPS: tl.constexpr):
-    """Packs fp32 channels (even, odd) [R, GROUPS·8]: payload uint8 of that shape, E4M3 scale bytes [R, GROUPS]."""
+    """Packs fp32 channels (even, odd) [R, GROUPS·8]: payload uint8 of that shape, E4M3 scale bytes [R,
+    GROUPS].
+    """
     rows: tl.constexpr = even.shape[0]
     size = tl.maximum(tl.abs(even), tl.abs(odd))
     amax = tl.max(tl.reshape(size, [rows, GROUPS, 8]), axis=2)
@@ -188,7 +198,9 @@ def pack_fp4_e4m3(even, odd, GROUPS: tl.constexpr):
 
 @triton.jit
 def pack_fp4_e8m0(even, odd, GROUPS: tl.constexpr):
-    """The same with power-of-two scales over 32 channels: channels [R, GROUPS·16], scale bytes [R, GROUPS]."""
+    """The same with power-of-two scales over 32 channels: channels [R, GROUPS·16], scale bytes [R,
+    GROUPS].
+    """
     rows: tl.constexpr = even.shape[0]
     size = tl.maximum(tl.abs(even), tl.abs(odd))
     amax = tl.maximum(tl.max(tl.reshape(size, [rows, GROUPS, 16]), axis=2), 7.052966104933725e-38)  # 6·2^-126
@@ -208,7 +220,9 @@ def fp8_scale(amax):
 
 @triton.jit
 def fp8_round_trip(x, GROUPS: tl.constexpr):
-    """What a matmul sees of activations fp32 [R, GROUPS·32] holding bf16 values: quantised and read back, fp32."""
+    """What a matmul sees of activations fp32 [R, GROUPS·32] holding bf16 values: quantised and read back,
+    fp32.
+    """
     rows: tl.constexpr = x.shape[0]
     code = fp8_scale(tl.max(tl.reshape(tl.abs(x), [rows, GROUPS, 32]), axis=2))
     up = tl.reshape(

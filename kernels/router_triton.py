@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""The router on a GPU: one launch from logits to ids and weights; the logits are a matrix product before it (spec §3)."""
+"""The router on a GPU: one launch from logits to ids and weights; the logits are a matrix product before
+it (spec §3).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import triton.language as tl
 
 @triton.jit
 def _route(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, experts, bias_stride, k, scale, E: tl.constexpr, K: tl.constexpr
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    experts,
+    bias_stride,
+    k,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
 ):
     """Grid (tokens)."""
     token = tl.program_id(0).to(tl.int64)
@@ -33,7 +44,9 @@ def _route(
     tl.store(weights_ptr + token * k + order, s / total * scale, mask=taken > 0)
 
 
-def select(logits: torch.Tensor, bias: torch.Tensor, k: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def select(
+    logits: torch.Tensor, bias: torch.Tensor, k: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int32 [N, k] ascending, weights fp32 [N, k]) of logits fp32 [N, E] and bias fp32 [E] or [N, E]."""
     tokens, experts = logits.shape
     ids = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)

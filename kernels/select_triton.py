@@ -1,9 +1,12 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
 
-A threshold is found eight bits at a time by histograms. So that few keys need counting, `_guess` first takes a threshold from
-a sample that a few times k scores reach, `_filter` collects where those are in one pass over the row, and `_choose` seeks the
-k-th greatest among them. A row of up to `SHORT` scores is one program. Where a guess fails (many equal scores, say) the row
+A threshold is found eight bits at a time by histograms. So that few keys need counting, `_guess` first
+takes a threshold from
+a sample that a few times k scores reach, `_filter` collects where those are in one pass over the row, and
+`_choose` seeks the
+k-th greatest among them. A row of up to `SHORT` scores is one program. Where a guess fails (many equal
+scores, say) the row
 itself is searched: slower, and as exact.
 """
 
@@ -38,11 +41,15 @@ def _score(key):
 
 @triton.jit
 def _threshold(key, k, LOW: tl.constexpr):
-    """The greatest t with at least k keys >= t (its bits below LOW left 0); 0 when fewer than k keys are positive."""
+    """The greatest t with at least k keys >= t (its bits below LOW left 0); 0 when fewer than k keys are
+    positive.
+    """
     t = tl.full([], 0, tl.uint32)
     need = k
     top = tl.max(key, axis=0)
-    width = (top.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # bits of the greatest key, or one more
+    width = (
+        top.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    ) - 126  # bits of the greatest key, or one more
     above = tl.where(top == 0, 0, tl.minimum(width, 32))  # bits below here are still to be found
     live = key > 0
     bins = tl.arange(0, 256)
@@ -77,7 +84,18 @@ def _load_scores(row_ptr, visible, place, count, MODE: tl.constexpr):
 
 
 @triton.jit
-def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr):
+def _short(
+    scores_ptr,
+    visible_ptr,
+    out_ptr,
+    count,
+    stride,
+    k,
+    divisor,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    MODE: tl.constexpr,
+):
     """Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
@@ -98,7 +116,9 @@ def _short(scores_ptr, visible_ptr, out_ptr, count, stride, k, divisor, K: tl.co
 
 @triton.jit
 def _sample(row_ptr, visible, count, B: tl.constexpr, MODE: tl.constexpr):
-    """Keys of B scores, in fours, spread over a row of at least 4B; how far into its step each lies varies."""
+    """Keys of B scores, in fours, spread over a row of at least 4B; how far into its step each lies
+    varies.
+    """
     lane = tl.arange(0, B)
     group = lane // 4
     step = count // B
@@ -171,7 +191,9 @@ def _choose(
     scores_ptr, visible_ptr, guess_ptr, found_ptr, place_ptr, out_ptr, count, stride, k, divisor,
     FEW: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the k greatest of those collected, sorted by place; of the row itself where the guess failed."""
+    """Grid (rows): the k greatest of those collected, sorted by place; of the row itself where the guess
+    failed.
+    """
     row = tl.program_id(0).to(tl.int64)
     visible = _newest(visible_ptr + row, divisor) if MODE == 1 else 0
     found = tl.load(found_ptr + row)
@@ -181,7 +203,9 @@ def _choose(
     slot = tl.arange(0, K)
     # a guess of the lowest finite score collects every one that may be chosen, however few
     if (found <= FEW) & ((found >= k) | (guess == LOWEST)):
-        _among(row_ptr, visible, place_ptr + row * FEW, out_ptr, count, found, k, _ordered(guess), K, FEW, MODE)
+        _among(
+            row_ptr, visible, place_ptr + row * FEW, out_ptr, count, found, k, _ordered(guess), K, FEW, MODE
+        )
     else:
         t = tl.full([], 0, tl.uint32)
         bit = tl.full([], 2147483648, tl.uint32)
@@ -195,7 +219,9 @@ def _choose(
             place = start + tl.arange(0, B)
             key = _load_scores(row_ptr, visible, place, count, MODE)
             equal = (key == t) & (key > 0)
-            chosen = ((key > t) & (key > 0)) | (equal & (ties + tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+            chosen = ((key > t) & (key > 0)) | (
+                equal & (ties + tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
+            )
             at = written + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
             tl.store(out_ptr + at, place, mask=chosen)
             written += tl.sum(chosen.to(tl.int32), axis=0)
@@ -208,7 +234,9 @@ def _among(
     row_ptr, visible, place_ptr, out_ptr, count, found, k, least,
     K: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The k greatest of `found` scores at the places collected, ties to the lower place, in order of place."""
+    """The k greatest of `found` scores at the places collected, ties to the lower place, in order of
+    place.
+    """
     lane = tl.arange(0, B)
     place = tl.load(place_ptr + lane, mask=lane < found, other=2147483647)
     key = _load_scores(row_ptr, visible, place, count, MODE)
@@ -219,7 +247,8 @@ def _among(
     equal = (key == t) & (lane < found)
     chosen = above | equal
     if tl.sum(equal.to(tl.int32), axis=0) > spare:
-        # the spare-th lowest place among the equal: the greatest bound with fewer than `spare` places below it
+        # the spare-th lowest place among the equal: the greatest bound with fewer than `spare` places
+        # below it
         bound = tl.full([], 0, tl.int32)
         bit = tl.full([], 1073741824, tl.int32)
         for _ in range(31):
@@ -236,7 +265,9 @@ def _among(
     tl.store(out_ptr + slot, tl.where(picked == 2147483647, -1, picked), mask=slot < k)
 
 
-def _select(scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divisor: int, short: int = SHORT) -> torch.Tensor:
+def _select(
+    scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divisor: int, short: int = SHORT
+) -> torch.Tensor:
     rows, count = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows == 0:
@@ -249,7 +280,19 @@ def _select(scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divi
     stride = scores.stride(0)
     if count <= short:
         size = max(triton.next_power_of_2(count), 32)
-        _short[(rows,)](scores, visible, out, count, stride, k, divisor, width, size, mode, num_warps=4 if size < 2048 else 8)
+        _short[(rows,)](
+            scores,
+            visible,
+            out,
+            count,
+            stride,
+            k,
+            divisor,
+            width,
+            size,
+            mode,
+            num_warps=4 if size < 2048 else 8,
+        )
         return out
     sample = max(short // 4, min(16384, triton.next_power_of_2(count) // 8))
     rank = _rank(k, sample, count)
@@ -258,7 +301,17 @@ def _select(scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divi
     found = torch.empty(rows, dtype=torch.int32, device=scores.device)
     places = torch.empty(rows, few, dtype=torch.int32, device=scores.device)
     _guess[(rows,)](
-        scores, visible, guess, found, count, stride, rank, divisor, sample, mode, num_warps=8 if sample < 8192 else 16
+        scores,
+        visible,
+        guess,
+        found,
+        count,
+        stride,
+        rank,
+        divisor,
+        sample,
+        mode,
+        num_warps=8 if sample < 8192 else 16,
     )
     block = min(4096, short) // 16
     programs = triton.cdiv(count, block * 16)
@@ -267,7 +320,21 @@ def _select(scores: torch.Tensor, visible: torch.Tensor, k: int, mode: int, divi
         scores, visible, guess, found, places, groups, count, stride, divisor, few, block, mode, num_warps=8
     )
     _choose[(rows,)](
-        scores, visible, guess, found, places, out, count, stride, k, divisor, few, width, min(2048, short), mode, num_warps=8
+        scores,
+        visible,
+        guess,
+        found,
+        places,
+        out,
+        count,
+        stride,
+        k,
+        divisor,
+        few,
+        width,
+        min(2048, short),
+        mode,
+        num_warps=8,
     )
     return out
 
@@ -279,12 +346,16 @@ def _rank(k: int, sample: int, count: int) -> int:
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [N, k]: ascending positions of the k greatest scores [N, M] fp32, -1 at the end; -inf is never chosen."""
+    """int32 [N, k]: ascending positions of the k greatest scores [N, M] fp32, -1 at the end; -inf is never
+    chosen.
+    """
     return _select(scores, scores, k, 0, 1)
 
 
 def keep_blocks(best: torch.Tensor, visible: torch.Tensor, block: int, keep: int) -> torch.Tensor:
-    """int32 [N, keep]: ascending ids of the blocks kept, of their greatest scores [N, blocks]; the newest always is."""
+    """int32 [N, keep]: ascending ids of the blocks kept, of their greatest scores [N, blocks]; the newest
+    always is.
+    """
     return _select(best, visible.contiguous(), keep, 1, block)
 
 
@@ -297,19 +368,30 @@ def _maxima(scores_ptr, visible_ptr, best_ptr, count, blocks, block, BW: tl.cons
     within = tl.arange(0, BW)
     place = which[:, None] * block + within[None, :]
     x = tl.load(
-        scores_ptr + row * count + place, mask=(place < limit) & (within < block)[None, :], other=float("-inf")
+        scores_ptr + row * count + place,
+        mask=(place < limit) & (within < block)[None, :],
+        other=float("-inf"),
     ).to(tl.float32)
     tl.store(best_ptr + row * blocks + which, tl.max(x, axis=1), mask=which < blocks)
 
 
 def candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, block: int, keep: int) -> torch.Tensor:
-    """The same from scores fp32 [N, M]; `keep_blocks` where the score kernel has written the maxima already."""
+    """The same from scores fp32 [N, M]; `keep_blocks` where the score kernel has written the maxima
+    already.
+    """
     rows, count = scores.shape
     blocks = -(-count // block)
     best = torch.empty(rows, blocks, dtype=torch.float32, device=scores.device)
     if rows and blocks:
         _maxima[(triton.cdiv(blocks, 256), rows)](
-            scores.contiguous(), visible.contiguous(), best, count, blocks, block, triton.next_power_of_2(block), 256
+            scores.contiguous(),
+            visible.contiguous(),
+            best,
+            count,
+            blocks,
+            block,
+            triton.next_power_of_2(block),
+            256,
         )
     return keep_blocks(best, visible, block, keep)
 
@@ -330,7 +412,9 @@ def block_positions(blocks: torch.Tensor, block: int, visible: torch.Tensor) -> 
     rows, keep = blocks.shape
     out = torch.empty(rows, keep * block, dtype=torch.int32, device=blocks.device)
     if rows and keep:
-        _positions[(triton.cdiv(keep * block, 1024), rows)](blocks.contiguous(), visible.contiguous(), out, keep, block, 1024)
+        _positions[(triton.cdiv(keep * block, 1024), rows)](
+            blocks.contiguous(), visible.contiguous(), out, keep, block, 1024
+        )
     return out
 
 
@@ -350,5 +434,7 @@ def take(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(columns)
     rows, k = columns.shape
     if rows and k:
-        _take[(triton.cdiv(k, 512), rows)](candidates.contiguous(), columns.contiguous(), out, candidates.shape[1], k, 512)
+        _take[(triton.cdiv(k, 512), rows)](
+            candidates.contiguous(), columns.contiguous(), out, candidates.shape[1], k, 512
+        )
     return out

@@ -28,7 +28,8 @@ def sparse_attention(
     seq int [N]; entries int32 [N, K], -1 for none. All six are None (or K is 0) in a layer without them.
     Window keys: window uint8 [R, D + D/32] (`pack_window_rows`); window_rows int [N, W], rows of it, -1 for
     none. sink fp32 [H] adds exp(sink) to the denominator and is not scaled. A query with no key at all gives
-    zeros. With `rope` = (cos, sin) fp32 [N, R/2] (`rope_table`) q comes before its RoPE and o leaves after the
+    zeros. With `rope` = (cos, sin) fp32 [N, R/2] (`rope_table`) q comes before its RoPE and o leaves after
+    the
     inverse. Raises PageRangeError (CPU; on a GPU with CEDAR_CHECK_INDICES=1, else clamped there) naming seq,
     entries, page_table or window_rows when one points outside.
     """

@@ -1,9 +1,12 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Sparse attention for Hopper's matrix units, 64 heads of 512: FP4 rows become fp16 tiles while wgmma runs.
 
-One program holds one query's 64 heads. Keys come in tiles of 64, expanded into one of two shared tiles (even and odd
-channels apart). In one turn: softmax of the tile's scores; p·k of this tile and q·k of the next, which run while the tile
-after that is expanded from raw bytes that were copied a turn ahead. The code is kept small, for at these batch sizes a
+One program holds one query's 64 heads. Keys come in tiles of 64, expanded into one of two shared tiles
+(even and odd
+channels apart). In one turn: softmax of the tile's scores; p·k of this tile and q·k of the next, which run
+while the tile
+after that is expanded from raw bytes that were copied a turn ahead. The code is kept small, for at these
+batch sizes a
 multiprocessor runs it once, out of a cold instruction cache.
 fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
 """
@@ -19,8 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 2), (4, 6), (1, 3), (5, 7), times 2^-7.
-# A byte goes to the upper byte of a half word; E2M1's three magnitude bits land on fp16's bits 9 to 11: value·2^-14.
+# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 2), (4, 6), (1, 3), (5, 7),
+# times 2^-7.
+# A byte goes to the upper byte of a half word; E2M1's three magnitude bits land on fp16's bits 9 to 11:
+# value·2^-14.
 _FP4_ASM = gl.constexpr("""
 {
 .reg .b32 t0, t1, a0, a1, b0, b1, c;
@@ -47,7 +52,8 @@ mul.rn.f16x2 $1, b1, $5;
 }
 """)
 
-# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 2) and (1, 3), times 2^-7 (the bits alone: 2^-8).
+# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 2) and (1, 3), times 2^-7 (the
+# bits alone: 2^-8).
 _FP8_ASM = gl.constexpr("""
 {
 .reg .b32 a, b, c;
@@ -63,10 +69,16 @@ mul.rn.f16x2 $1, b, $3;
 }
 """)
 
-_TILE = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # words [64, 64]: a warp holds whole rows
-_TILE3 = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 2]
+_TILE = gl.constexpr(
+    gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0])
+)  # words [64, 64]: a warp holds whole rows
+_TILE3 = gl.constexpr(
+    gl.BlockedLayout([8, 1, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0])
+)  # the same as [64, 32, 2]
 _WIDE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))  # words [64, 128]
-_WIDE3 = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 32, 1], [8, 1, 1], [2, 1, 0]))  # the same as [64, 32, 4]
+_WIDE3 = gl.constexpr(
+    gl.BlockedLayout([8, 1, 4], [1, 32, 1], [8, 1, 1], [2, 1, 0])
+)  # the same as [64, 32, 4]
 _COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # words [64, 64], 16 bytes a thread
 _COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))  # words [64, 8]
 _SHARED_RAW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -82,7 +94,9 @@ def _start_copy(
     pages, here, raw, raw_scales,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Starts copying the raw bytes of 64 entries, named by page·ROWS + row (negative: none), into shared memory."""
+    """Starts copying the raw bytes of 64 entries, named by page·ROWS + row (negative: none), into shared
+    memory.
+    """
     words = pages.to(gl.pointer_type(gl.int32))
     flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY)), 0).to(gl.uint32)
     start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + PAYLOAD // 4 + ((flat % ROWS) * 64).to(gl.int64)
@@ -126,7 +140,9 @@ def _load_window(window, flat_tile):
     """Raw bytes of 64 window rows: words of E4M3 [64, 128], scale bytes [64, 32] (each of 16, twice)."""
     flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _WIDE)), 0)
     columns = gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE))
-    words = gl.load(window.to(gl.pointer_type(gl.int32)) + (flat.to(gl.int64) * 132)[:, None] + columns[None, :])
+    words = gl.load(
+        window.to(gl.pointer_type(gl.int32)) + (flat.to(gl.int64) * 132)[:, None] + columns[None, :]
+    )
     named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _WIDE3)))
     groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _WIDE3))) // 2
     scales = gl.load(window + (gl.maximum(named, 0).to(gl.int64) * 528 + 512)[:, None] + groups[None, :])
@@ -138,7 +154,10 @@ def _expand_window(words, scales, even, odd):
     """The same of window rows."""
     code = scales.to(gl.int32)
     normal = (gl.minimum(code, 141) - 111) << 10
-    power = gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0)) * 0x00010001
+    power = (
+        gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0))
+        * 0x00010001
+    )
     wide = power[:, :, None] + gl.full([64, 32, 4], 0, gl.int32, _WIDE3)
     scale = gl.convert_layout(gl.reshape(wide, [64, 128]), _WIDE, assert_trivial=True)
     low, high = gl.inline_asm_elementwise(
@@ -200,7 +219,9 @@ def attend_hopper(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, SPLITS): TILES of 64 entries are shared out over the splits; the first takes the window's two too."""
+    """Grid (tokens, SPLITS): TILES of 64 entries are shared out over the splits; the first takes the
+    window's two too.
+    """
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
 
@@ -250,7 +271,8 @@ def attend_hopper(
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
     total = gl.full([64, 64], 0.0, gl.float32, _SCORE)
 
-    # This split's tiles: names[base : base + count]. The first split has the window's two, then its share of entries.
+    # This split's tiles: names[base : base + count]. The first split has the window's two, then its share
+    # of entries.
     used = (last + 63) // 64
     if SPLITS == 1:
         base = 0
@@ -336,4 +358,6 @@ def attend_hopper(
             words = _pack(even * cos + odd * sin, odd * cos - even * sin)
         else:
             words = _pack(even, odd)
-        gl.store(out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + head[:, None] * 256 + pair[None, :], words)
+        gl.store(
+            out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + head[:, None] * 256 + pair[None, :], words
+        )

@@ -1,8 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in one pass (spec §3).
+"""Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
+one pass (spec §3).
 
-On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work; here are the kernel for every other shape, the join
-of split queries, and the choice. Page and row numbers outside what they index are clamped, so nothing out of bounds is read.
+On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work; here are the kernel for every other
+shape, the join
+of split queries, and the choice. Page and row numbers outside what they index are clamped, so nothing out
+of bounds is read.
 """
 
 from __future__ import annotations
@@ -185,7 +188,8 @@ def sparse_attention(
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the inverse.
+    """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the
+    inverse.
 
     Contracts are the public function's; `splits` overrides `choose_splits` (Hopper only).
     """

@@ -1,18 +1,27 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Products of few tokens with packed weights on Hopper: every weight byte is read once and goes to registers directly.
+"""Products of few tokens with packed weights on Hopper: every weight byte is read once and goes to
+registers directly.
 
-A warp holds 16 rows of weights; four threads share a row, each with 32 neighbouring channels of every 128: one scale group a
-thread. Which of a thread's 32 channels meets which step of the product does not matter so long as activations are permuted
+A warp holds 16 rows of weights; four threads share a row, each with 32 neighbouring channels of every 128:
+one scale group a
+thread. Which of a thread's 32 channels meets which step of the product does not matter so long as
+activations are permuted
 alike (`permuted` of `linear_triton`), so no value moves between threads, and no warp waits for another.
 For 64 tokens and more the same operand goes to wgmma, activations coming through shared memory.
-Values are exact in bf16: E2M1 or E4M3 times a power of two, here times 2^-32, which the caller of the sum gives back.
+Values are exact in bf16: E2M1 or E4M3 times a power of two, here times 2^-32, which the caller of the sum
+gives back.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mma_v2, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mma_v2,
+    warpgroup_mma,
+)
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
 
@@ -34,7 +43,8 @@ mov.b32 {$2, $3}, b;
 }
 """)
 
-# Eight E2M1 channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1, 5), (0, 4).
+# Eight E2M1 channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1,
+# 5), (0, 4).
 _FP4_ASM = gl.constexpr("""
 {
 .reg .b32 a, b, c, d, s;
@@ -66,19 +76,31 @@ mov.b32 {$6, $7}, d;
 
 _ROW_LANES = [[1, 0], [2, 0], [4, 0]]
 _ROW_WARPS = [[16, 0], [32, 0]]
-# Words of 64 rows: FP4 [64, 16], FP8 [64, 32], bf16 [64, 64]; a thread has rows g and g + 8 and a quarter of the words.
-_WORDS4 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _ROW_WARPS, [], [64, 16]))
+# Words of 64 rows: FP4 [64, 16], FP8 [64, 32], bf16 [64, 64]; a thread has rows g and g + 8 and a quarter
+# of the words.
+_WORDS4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _ROW_WARPS, [], [64, 16]
+    )
+)
 _WORDS8 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], *_ROW_LANES], _ROW_WARPS, [], [64, 32])
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], *_ROW_LANES], _ROW_WARPS, [], [64, 32]
+    )
 )
 _VALUES = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], *_ROW_LANES], _ROW_WARPS, [], [64, 128]
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]],
+        [[0, 32], [0, 64], *_ROW_LANES],
+        _ROW_WARPS,
+        [],
+        [64, 128],
     )
 )
 _GROUPS4 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4]))  # fmt: skip
 _GROUPS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 8]))  # fmt: skip
-# Activations [tokens, 128]: a warp's thread has token g (and g + 8) and the same quarter of the channels; warps alike.
+# Activations [tokens, 128]: a warp's thread has token g (and g + 8) and the same quarter of the channels;
+# warps alike.
 _TOKENS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [8, 128]))  # fmt: skip
 _TOKENS16 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [16, 128]))  # fmt: skip
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -105,10 +127,17 @@ def _operand(values, SIDE: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def load_fp4(weight, scale, block, columns: gl.constexpr):
-    """Raw bytes of 64 rows, channels 128·block on: words [64, 16] and E8M0 bytes [64, 4]; rows of `columns`."""
+    """Raw bytes of 64 rows, channels 128·block on: words [64, 16] and E8M0 bytes [64, 4]; rows of
+    `columns`.
+    """
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS4))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, _WORDS4))
-    words = gl.load(weight.to(gl.pointer_type(gl.int32), bitcast=True) + r[:, None] * (columns // 8) + block * 16 + word[None, :])
+    words = gl.load(
+        weight.to(gl.pointer_type(gl.int32), bitcast=True)
+        + r[:, None] * (columns // 8)
+        + block * 16
+        + word[None, :]
+    )
     r3 = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _GROUPS4)))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _GROUPS4)))
     return words, gl.load(scale + r3[:, None] * (columns // 32) + block * 4 + group[None, :])
@@ -134,7 +163,12 @@ def load_fp8(weight, scale, block, columns: gl.constexpr):
     """The same of E4M3 rows: words [64, 32]; one E8M0 byte per 32x32 block, [64, 4]."""
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS8))
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, _WORDS8))
-    words = gl.load(weight.to(gl.pointer_type(gl.int32), bitcast=True) + r[:, None] * (columns // 4) + block * 32 + word[None, :])
+    words = gl.load(
+        weight.to(gl.pointer_type(gl.int32), bitcast=True)
+        + r[:, None] * (columns // 4)
+        + block * 32
+        + word[None, :]
+    )
     r3 = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _GROUPS8)))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _GROUPS8)))
     return words, gl.load(scale + (r3 // 32)[:, None] * (columns // 32) + block * 4 + group[None, :])
@@ -193,9 +227,7 @@ def _copy_tokens(shared, x_ptr, rows, block):
 
 
 @gluon.jit
-def linear_wide(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride, columns: gl.constexpr
-):
+def linear_wide(x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride, columns: gl.constexpr):
     """Grid (outputs / 64, ceil(tokens / 64)): x·Wᵀ of 64 tokens with 64 rows of E4M3 weights, by wgmma."""
     row = gl.program_id(0) * 64
     token = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY))
@@ -227,9 +259,11 @@ def linear_rows(
     x_ptr, weight_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs, group_rows, x_stride,
     columns: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (outputs / 64, ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows, the channels shared out over SPLITS.
+    """Grid (outputs / 64, ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows, the channels shared
+    out over SPLITS.
 
-    KIND 0: E4M3 weights with 32x32 scales, x permuted; 1: bf16. Row r reads channels from (r // group_rows)·columns of x on.
+    KIND 0: E4M3 weights with 32x32 scales, x permuted; 1: bf16. Row r reads channels from (r //
+    group_rows)·columns of x on.
     The last split to finish adds the parts in order; count_ptr (zeros) is left as it was found.
     """
     LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
@@ -257,7 +291,9 @@ def linear_rows(
         else:
             left = _operand(words, 0, 64)
         right = _operand(x, 1, T)
-        words, scales, x = _load(weight, scale, x_ptr, rows, present, gl.minimum(block + 1, end), columns, KIND, T)
+        words, scales, x = _load(
+            weight, scale, x_ptr, rows, present, gl.minimum(block + 1, end), columns, KIND, T
+        )
         acc = mma_v2(left, right, acc)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     t = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(0, _ACC))
@@ -290,7 +326,8 @@ def expert_hidden(
     x_ptr, slots_ptr, experts_ptr, weight_ptr, w1_ptr, s1_ptr, w3_ptr, s3_ptr, out_ptr, inner, k, limit,
     columns: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Grid (inner / 64, tiles): gate, up, clamp, SwiGLU, routing weight, FP8 round trip; permuted bf16 [slots, inner].
+    """Grid (inner / 64, tiles): gate, up, clamp, SwiGLU, routing weight, FP8 round trip; permuted bf16
+    [slots, inner].
 
     Tile i is T slots (token·k + choice; -1: none) of expert experts[i] (-1: no tile).
     """
@@ -343,7 +380,9 @@ def _finish_hidden(
     code = gl.convert_layout(code, gl.SliceLayout(1, parts.type.layout))[:, None, :]
     down = ((254 - code) << 23).to(gl.float32, bitcast=True)
     scaled = gl.minimum(gl.maximum(parts * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
-    hidden = gl.convert_layout(gl.reshape(scaled * (code << 23).to(gl.float32, bitcast=True), [64, T]), LAYOUT)
+    hidden = gl.convert_layout(
+        gl.reshape(scaled * (code << 23).to(gl.float32, bitcast=True), [64, T]), LAYOUT
+    )
     channel = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     c = channel % 8
     place = channel - c + gl.where(c < 4, 2 * (3 - c), 2 * (7 - c) + 1)

@@ -64,7 +64,9 @@ def attention_truth(args: tuple, picks: torch.Tensor) -> torch.Tensor:
 
 
 def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: int = 65_536) -> tuple:
-    """Arguments of one call: `tokens` queries, `queries` of a sequence, 512 entries and 128 window rows each."""
+    """Arguments of one call: `tokens` queries, `queries` of a sequence, 512 entries and 128 window rows
+    each.
+    """
     sequences = max(1, tokens // queries)
     table = random_table(sequences, context // ROWS, pages.shape[0])
     seq = torch.arange(tokens, device="cuda", dtype=torch.int32) // queries
@@ -131,7 +133,9 @@ def score_args(
 
 
 def score_error(args: tuple, picks: torch.Tensor) -> float:
-    """Greatest difference from float64 over picked tokens, relative to the scores' spread; wrong -inf count as 1."""
+    """Greatest difference from float64 over picked tokens, relative to the scores' spread; wrong -inf
+    count as 1.
+    """
     payload, scales, weights, pages, planes, table, seq, visible, width = args
     out, best = score_kernel(*args, blocks=True)
     assert best is not None

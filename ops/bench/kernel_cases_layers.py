@@ -6,8 +6,18 @@ import math
 from collections.abc import Iterator
 
 import torch
-from cedar.kernels import compress_ref, engram_gate_ref, experts_ref, fp4_ref, fp8_ref, linear_ref, mhc_ref, norm_ref
-from cedar.kernels import rope_ref, router_ref
+from cedar.kernels import (
+    compress_ref,
+    engram_gate_ref,
+    experts_ref,
+    fp4_ref,
+    fp8_ref,
+    linear_ref,
+    mhc_ref,
+    norm_ref,
+    rope_ref,
+    router_ref,
+)
 from cedar.kernels.compress_triton import pack_fp4, write_entries, write_window
 from cedar.kernels.engram_gate_triton import engram_gate
 from cedar.kernels.experts_triton import grouped_experts
@@ -35,7 +45,9 @@ def packed_experts(count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
 def routed(tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, ids and weights of one call."""
     x = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(tokens, experts, device="cuda").topk(CHOSEN, dim=1).indices.sort(1).values.to(torch.int32)
+    ids = (
+        torch.rand(tokens, experts, device="cuda").topk(CHOSEN, dim=1).indices.sort(1).values.to(torch.int32)
+    )
     return x, ids, torch.rand(tokens, CHOSEN, device="cuda")
 
 
@@ -109,7 +121,8 @@ def linear_cases() -> Iterator[Case]:
             bytes=heavy[0].numel() * 2.0 + tokens * 2 * (32768 + 8192),
             flops=2.0 * tokens * 8 * 1024 * 4096,
             check=lambda o=o: relative_error(
-                grouped_output(o, heavy[0]), torch.einsum("ngc,grc->ngr", o.double(), heavy[0].double()).flatten(1)
+                grouped_output(o, heavy[0]),
+                torch.einsum("ngc,grc->ngr", o.double(), heavy[0].double()).flatten(1),
             ),
             tolerance=2e-3,
             reference=lambda o=o: torch.bmm(o.transpose(0, 1), heavy[0].transpose(1, 2)),
@@ -122,7 +135,9 @@ def cache_cases() -> Iterator[Case]:
     """Entries into pages and window keys into the ring, bytes compared with the reference's."""
     rows, page = 128, 45_568
     planes = ((0, 256, rows), (32_768, 32, rows), (36_864, 64, rows), (45_056, 4, rows))
-    norm, key, key_norm = (torch.randn(*s, device="cuda").to(torch.bfloat16) for s in ((512,), (128, 512), (128,)))
+    norm, key, key_norm = (
+        torch.randn(*s, device="cuda").to(torch.bfloat16) for s in ((512,), (128, 512), (128,))
+    )
     for tokens in (2, 128, 8192):
         groups = tokens // 2
         kv, gate = (torch.randn(groups, 2, 512, device="cuda") for _ in range(2))
@@ -187,7 +202,9 @@ def cache_cases() -> Iterator[Case]:
             runs=[lambda x=x: pack_fp4(x, False)],
             bytes=tokens * 32 * (256 + 68.0),
             check=lambda x=x: float(
-                sum(int((a != b).sum()) for a, b in zip(pack_fp4(x, False), fp4_ref.pack_e8m0(x), strict=True))
+                sum(
+                    int((a != b).sum()) for a, b in zip(pack_fp4(x, False), fp4_ref.pack_e8m0(x), strict=True)
+                )
             ),
         )
 
@@ -207,9 +224,7 @@ def small_cases() -> Iterator[Case]:
             truth = mhc_ref.mix(x, fn, scale, base, 1e-20, 1e-6, 20)
             return max(relative_error(a, b) for a, b in zip(out, truth, strict=True))
 
-        def check_boundary(
-            x: torch.Tensor = x, y: torch.Tensor = y, m: tuple = (pre, post, comb)
-        ) -> float:
+        def check_boundary(x: torch.Tensor = x, y: torch.Tensor = y, m: tuple = (pre, post, comb)) -> float:
             new, row = boundary(x, (y, m[1], m[2]), m[0], norm)
             truth = mhc_ref.expand(x, y, m[1], m[2])
             rows = norm_ref.rms_norm(mhc_ref.collapse(truth, m[0]), *norm)

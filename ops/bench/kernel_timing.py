@@ -50,7 +50,9 @@ class Row:
 def graph_time_us(
     runs: Sequence[Callable[[], object]], *, replays: int = 12, least_us: float = 2000.0
 ) -> float:
-    """Median time of one call, the calls captured one after another in a CUDA graph of at least `least_us`."""
+    """Median time of one call, the calls captured one after another in a CUDA graph of at least
+    `least_us`.
+    """
     for run in runs:
         run()
     torch.cuda.synchronize()

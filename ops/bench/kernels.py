@@ -1,7 +1,9 @@
 """Times every kernel against its floor: ``python -m cedar.ops.bench.kernels [--only FAMILY] [--out FOLDER]``.
 
-Prints one table (time, bytes, operations, share of the floor, a reference's time) and writes ``kernels.json`` and a plot,
-``kernels.svg``. Every family runs in a process of its own: a kernel that fails or hangs costs its own rows only.
+Prints one table (time, bytes, operations, share of the floor, a reference's time) and writes
+``kernels.json`` and a plot,
+``kernels.svg``. Every family runs in a process of its own: a kernel that fails or hangs costs its own rows
+only.
 Without a GPU it says so and ends well.
 """
 

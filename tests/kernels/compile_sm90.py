@@ -1,4 +1,5 @@
-"""Compiles the kernels for sm_90 without running them: ``python -m tests.kernels.compile_sm90``; a line of JSON each.
+"""Compiles the kernels for sm_90 without running them: ``python -m tests.kernels.compile_sm90``; a line of
+JSON each.
 
 In a process of its own, because the interpreter, once chosen, stays.
 """
@@ -11,23 +12,54 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-import triton  # noqa: E402
-from cedar.kernels import compress_triton, index_scores_hopper, mhc_triton, select_triton, weights_hopper  # noqa: E402
-from cedar.kernels import sparse_attention_hopper, sparse_attention_triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
+import triton
+from cedar.kernels import (
+    compress_triton,
+    index_scores_hopper,
+    mhc_triton,
+    select_triton,
+    sparse_attention_hopper,
+    sparse_attention_triton,
+    weights_hopper,
+)
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 PAGE = {"ROWS": 256, "PAGE": 227_840}
 INDEX = {**PAGE, "PAYLOAD": 210_432, "SCALES": 226_816}
 BYTES = ("pages", "window", "q", "q_scale", "weight", "scale", "w1", "s1", "w3", "s3", "w2", "s2", "ring")
-FLOATS = ("cos", "sin", "sink", "lse", "out32", "part", "guess", "scores", "kv", "gate", "post", "comb", "pre", "fn", "base")
+FLOATS = (
+    "cos",
+    "sin",
+    "sink",
+    "lse",
+    "out32",
+    "part",
+    "guess",
+    "scores",
+    "kv",
+    "gate",
+    "post",
+    "comb",
+    "pre",
+    "fn",
+    "base",
+)
 HALVES = ("x", "norm", "key", "key_norm", "y", "row")
 SCALARS = {"scale": "fp32", "eps": "fp32", "hc_eps": "fp32", "limit": "fp32"}
 CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     (
         sparse_attention_hopper.attend_hopper,
-        {**PAGE, "PAYLOAD": 136_704, "SCALES": 202_240, "TILES": 8, "NAMES": 1024, "HALF_ROPE": 32, "SPLITS": 2},
+        {
+            **PAGE,
+            "PAYLOAD": 136_704,
+            "SCALES": 202_240,
+            "TILES": 8,
+            "NAMES": 1024,
+            "HALF_ROPE": 32,
+            "SPLITS": 2,
+        },
         {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
         8,
     ),
@@ -89,13 +121,20 @@ def main() -> None:
     for kernel, constants, given, warps in CASES:
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else kind_of(n, given) for n in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")
+        }
         source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
             kernel, signature, constants, aligned
         )
         done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
         ptx = done.asm["ptx"]
-        line = {"name": kernel.__name__, "wgmma": "wgmma" in ptx, "cubin": len(done.asm["cubin"]), "shared": done.metadata.shared}
+        line = {
+            "name": kernel.__name__,
+            "wgmma": "wgmma" in ptx,
+            "cubin": len(done.asm["cubin"]),
+            "shared": done.metadata.shared,
+        }
         print(json.dumps(line), flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Triton's interpreter stands in for a GPU: set before any kernel module is imported, and only where there is none."""
+"""Triton's interpreter stands in for a GPU: set before any kernel module is imported, and only where there
+is none.
+"""
 
 from __future__ import annotations
 

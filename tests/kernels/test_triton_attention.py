@@ -67,7 +67,9 @@ def test_attention_stays_inside_its_pages() -> None:
     entries = torch.tensor([[0, 17, 9_999], [3, 20, -1]], dtype=torch.int32)
     seq = torch.tensor([55, -3], dtype=torch.int32)
     rows[0, 0] = 1_000
-    sparse_attention_triton.sparse_attention(q, m.pages, m.planes[:2], table, seq, entries, window, rows, sink)
+    sparse_attention_triton.sparse_attention(
+        q, m.pages, m.planes[:2], table, seq, entries, window, rows, sink
+    )
 
 
 def test_scores_and_block_maxima() -> None:

@@ -1,4 +1,6 @@
-"""Every hot kernel compiles for sm_90 on a machine without a GPU, and the matrix units are used where meant."""
+"""Every hot kernel compiles for sm_90 on a machine without a GPU, and the matrix units are used where
+meant.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cedar.kernels import compress_ref, engram_gate_ref, experts_ref, fp4_ref, fp8_ref, linear_ref, mhc_ref
-from cedar.kernels import norm_ref, rope_ref, router_ref
+from cedar.kernels import (
+    compress_ref,
+    engram_gate_ref,
+    experts_ref,
+    fp4_ref,
+    fp8_ref,
+    linear_ref,
+    mhc_ref,
+    norm_ref,
+    rope_ref,
+    router_ref,
+)
 from cedar.kernels.compress import Entries, EntryPlanes, write_entries
 from cedar.kernels.paging import Plane
 from cedar.kernels.rope import rope_frequencies, rope_table
@@ -53,7 +63,11 @@ def test_entries_go_straight_into_their_pages(group: int) -> None:
     plane = ((0, 32), (256, 4), (320, 16), (448, 1))
     planes = EntryPlanes(*(Plane(offset, size, rows) for offset, size in plane))
     kv, gate = normal(count, group, width), normal(count, group, width, seed=1)
-    norm, key, key_norm = normal(width).bfloat16(), normal(key_width, width).bfloat16(), normal(key_width).bfloat16()
+    norm, key, key_norm = (
+        normal(width).bfloat16(),
+        normal(key_width, width).bfloat16(),
+        normal(key_width).bfloat16(),
+    )
     positions, freqs = torch.arange(count) * 31, rope_frequencies(16, 10_000.0)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     seq = torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32)
@@ -69,7 +83,17 @@ def test_entries_go_straight_into_their_pages(group: int) -> None:
     )
     assert torch.equal(got, want)
     compress_triton.write_entries(
-        *source, norm, key, key_norm, rope_table(positions, freqs), EPS, got, planes, table + 1000, seq + 9, entry - 20
+        *source,
+        norm,
+        key,
+        key_norm,
+        rope_table(positions, freqs),
+        EPS,
+        got,
+        planes,
+        table + 1000,
+        seq + 9,
+        entry - 20,
     )
 
 
