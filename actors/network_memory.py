@@ -24,6 +24,7 @@ class WindowState:
     data: bytes
     length: int
     encoder_start: int
+    decoder_start: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class NetworkMemory:
             return None
         if header.fingerprint != self.network.fingerprint:
             return None
-        return WindowState(record, header.length, header.encoder_start)
+        return WindowState(record, header.length, header.encoder_start, header.decoder_start)
 
     def export(self, state: SequenceState) -> bytes:
         """The sequence's window record."""

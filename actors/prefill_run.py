@@ -78,6 +78,7 @@ class PrefillRun:
         self._check_references()
         resumed = self._prompt.generated > 0
         self._first_start = request.encoder_start if resumed else None
+        self._decoder_start = self._resumed_decoder_start() if resumed else 0
         self._features = {source.content_hash: source.encoder_address for source in request.features}
         self._receipt = Receipt(tenant=request.tenant)
         self._traffic = Traffic()
@@ -99,7 +100,10 @@ class PrefillRun:
                 prefix, state = await self._prepare(lease)
                 sources = scheduler.sources(parts.engine.memory.model, len(self._prompt.ids), prefix)
                 features = await self._fetch_features(prefix)
-                yield PrefillEvent(admitted=PrefillAdmitted(sources=sources, encoder_start=prefix.origin))
+                admitted = PrefillAdmitted(
+                    sources=sources, encoder_start=prefix.origin, decoder_start=self._decoder_start
+                )
+                yield PrefillEvent(admitted=admitted)
                 await self._compute(lease, prefix, state, features, handoff)
             finally:
                 handoff.stop_sending()
@@ -189,7 +193,7 @@ class PrefillRun:
         prefix = scheduler.settle(
             self._parts.engine.memory.model,
             len(self._prompt.ids),
-            self._prompt.prompt_tokens,
+            self._decoder_start,
             lease.plan,
             arrived=arrived,
             record=None if record is None else record.length,
@@ -197,7 +201,23 @@ class PrefillRun:
             first_start=self._first_start,
         )
         self._parts.engine.rewrite(lease, prefix.pages)
+        if self._first_start is None:
+            restored = record if prefix.restored else None
+            self._decoder_start = scheduler.decoder_start(
+                self._parts.engine.memory.model,
+                len(self._prompt.ids),
+                record=None if restored is None else restored.length,
+                record_start=0 if restored is None else restored.decoder_start,
+            )
         return prefix
+
+    def _resumed_decoder_start(self) -> int:
+        request, prompt = self._request, self._prompt.prompt_tokens
+        if not request.HasField("decoder_start"):
+            return scheduler.decoder_start(self._parts.engine.memory.model, prompt, record=None)
+        if request.decoder_start >= prompt:
+            raise InvalidRequest("decoder_start", request.decoder_start, f"below the prompt of {prompt} tokens")
+        return request.decoder_start
 
     async def _read_pages(self, lease: Lease) -> int:
         """Leading pages that are in memory and verified."""
@@ -264,7 +284,7 @@ class PrefillRun:
             self._traffic.pages_hit = prefix.pages
             for index in range(prefix.pages):
                 self._offer(lease, prefix, index, handoff)
-            decoder_from = max(0, prompt.prompt_tokens - model.window) if prompt.generated else None
+            decoder_from = self._decoder_start if prompt.generated else None
             chunk_tokens = self._parts.config.chunk_pages * model.page_tokens
             sealed = max(prefix.pages, state.length // model.page_tokens)
             while state.length < len(prompt.ids):

@@ -101,7 +101,7 @@ def plan_hits(
 def settle(
     model: Model,
     total: int,
-    prompt: int,
+    decoder_from: int,
     plan: HitPlan,
     *,
     arrived: int,
@@ -112,13 +112,14 @@ def settle(
     """Where the prefill starts, from what really arrived and was verified.
 
     ``arrived``: leading pages in memory now. ``record``: position of a verified window record, or None;
-    ``record_origin``: the encoder start inside it.
+    ``record_origin``: the encoder start inside it. ``decoder_from``: see ``decoder_start``; only resuming
+    needs it.
 
     - A record whose whole pages have arrived: the sequence continues exactly at its position.
     - Hits of more than W tokens: *encoder bounded replay* of the last W of them.
     - Otherwise cold.
 
-    Resuming (``first_start`` is the origin of the first attempt, ``prompt`` < ``total``): the state must come
+    Resuming (``first_start`` is the origin of the attempt before): the state must come
     out as it was. The run starts so far ahead that the bound at its start cannot be felt at any position
     that is kept (``encoder_layers * W`` before the hits end and the decoder begins), but never below
     ``first_start``, where the first attempt was bounded in the same way.
@@ -133,13 +134,22 @@ def settle(
     replay = hits - model.window
     if first_start is None:
         return Prefix(local, arrived, replay, replay)
-    decoder_from = max(0, prompt - model.window)
     kept = min(hits, decoder_from)
     exact = kept - model.encoder_layers * model.window
     exact = max(0, exact // model.page_tokens * model.page_tokens)
     if first_start <= min(replay, decoder_from):
         return Prefix(local, arrived, max(exact, first_start), first_start)
     return Prefix(local, arrived, exact, 0)  # pages were lost since: come out as a cold run would
+
+
+def decoder_start(model: Model, prompt: int, *, record: int | None, record_start: int = 0) -> int:
+    """Where decoder window reads begin in a prompt that is not resumed (spec section 9).
+
+    ``record``: position of the window record it goes on from, if any, and the decoder start inside: with less
+    than W tokens to add the decoder reads on in the record's rings.
+    """
+    begins = max(0, prompt - model.window)
+    return record_start if record is not None and begins < record else begins
 
 
 def sources(model: Model, total: int, prefix: Prefix) -> PromptSources:

@@ -92,7 +92,7 @@ class RequestLife:
         self._recovery = recovery
         self._account = account
         self._hit = Hit()
-        self._encoder_start = 0
+        self._encoder_start = self._decoder_start = 0
         # Ids are a tenant's own, and a client may use one again: in the stages they must not meet.
         self._stage_id = f"{job.request_id}@{secrets.token_hex(6)}"
         self._tries = 0
@@ -163,6 +163,7 @@ class RequestLife:
             prompt_tokens=len(job.ids) if self.generated else 0,
             tenant=job.tenant,
             encoder_start=self._encoder_start if self.generated else 0,
+            decoder_start=self._decoder_start if self.generated else None,
         )
 
     async def _encode(self) -> list[pb.FeatureSource]:
@@ -206,7 +207,7 @@ class RequestLife:
             await listener.started(admitted.sources)
         # What the tokens are computed from, now; a resumed stream must be computed from the same.
         self._hit = resumed_hit(self._hit, admitted.sources.state_restored)
-        self._encoder_start = admitted.encoder_start
+        self._encoder_start, self._decoder_start = admitted.encoder_start, admitted.decoder_start
 
     async def _stream(
         self, call: PrefillCall, decode: Worker, stage_id: str, listener: Listener, at_prefill: ExitStack

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The compressor and the window key, each in one launch, written where they are kept (spec §3, §4).
 
 `write_entries`: pooling, norm, index key, RoPE, both FP4 packs, straight into pages. `write_window`: norm,
@@ -73,7 +73,8 @@ def _pool(kv_ptr, gate_ptr, row, rows, channel, D: tl.constexpr, M: tl.constexpr
 
 @triton.jit
 def _entries(
-    kv_ptr, gate_ptr, norm_ptr, key_ptr, key_norm_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entry_ptr,
+    kv_ptr, gate_ptr, norm_ptr, key_ptr, key_norm_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr,
+    entry_ptr,
     count, page_count, sequences, table_width, eps,
     ROWS: tl.constexpr, PAGE: tl.constexpr, MAIN: tl.constexpr, MAIN_SCALES: tl.constexpr,
     INDEX: tl.constexpr, INDEX_SCALES: tl.constexpr,
@@ -149,10 +150,12 @@ def write_entries(
     rows = 16
     _entries[(triton.cdiv(count, rows),)](
         kv.contiguous(), gate.contiguous() if gate is not None else kv, norm_weight, key_weight.contiguous(),
-        key_norm_weight, rope[0].contiguous(), rope[1].contiguous(), pages, page_table.contiguous(), seq.contiguous(),
+        key_norm_weight, rope[0].contiguous(), rope[1].contiguous(), pages, page_table.contiguous(),
+        seq.contiguous(),
         entry.contiguous(), count, pages.shape[0], page_table.shape[0], page_table.shape[1], eps,
         planes[0][2], pages.stride(0), planes[0][0], planes[1][0], planes[2][0], planes[3][0],
-        width // 2, key_weight.shape[0] // 2, rope[0].shape[1], group, rows, num_warps=8, enable_fp_fusion=False,
+        width // 2, key_weight.shape[0] // 2, rope[0].shape[1], group, rows, num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -206,8 +209,10 @@ def write_window(
     cos, sin = (t.contiguous() for t in rope) if rope is not None else (k, k)
     rows = 1 if count <= 256 else 4
     _window[(triton.cdiv(count, rows),)](
-        k.contiguous().view(torch.int32), norm_weight if norm_weight is not None else k, cos, sin, ring, places.contiguous(),
-        count, ring.shape[0], eps, width // 2, rope[0].shape[1] if rope is not None else 0, rows, norm_weight is not None,
+        k.contiguous().view(torch.int32), norm_weight if norm_weight is not None else k, cos, sin, ring,
+        places.contiguous(),
+        count, ring.shape[0], eps, width // 2, rope[0].shape[1] if rope is not None else 0, rows,
+        norm_weight is not None,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

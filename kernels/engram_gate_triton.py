@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The Engram gate on a GPU, one launch (spec §7)."""
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def engram_gate(
     if tokens:
         size = min(1024, triton.next_power_of_2(width))
         _gate[(tokens, streams)](
-            x.contiguous(), key.contiguous(), value.contiguous(), q_weight.contiguous(), k_weight.contiguous(),
+            x.contiguous(), key.contiguous(), value.contiguous(), q_weight.contiguous(),
+            k_weight.contiguous(),
             is_image.contiguous().view(torch.uint8), out, width, eps, streams, size, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Routed experts on MXFP4 weights: sort slots by expert, gate-up-SwiGLU, down, sum in the order of ids
 (spec §3).
 

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Index scores for Hopper's matrix units, 32 heads of 128: packed keys go from memory to wgmma's registers
 directly.
 
@@ -89,7 +89,8 @@ def _expand(payload, scales, ROWS: gl.constexpr, RAW: gl.constexpr, RAW3: gl.con
     scale = gl.convert_layout(gl.reshape(wide, [ROWS, 16]), RAW)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         _FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [payload, scale], is_pure=True, pack=1,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+        gl.bfloat16),
     )  # fmt: skip
     front = gl.join(gl.join(a0, a1), gl.join(b0, b1))
     both = gl.join(front, gl.join(gl.join(c0, c1), gl.join(d0, d1)))  # [ROWS, group·word, pair, 2, 2]
@@ -162,7 +163,8 @@ def _head_weights(weight_ptr, token, ACC: gl.constexpr):
 
 @gluon.jit
 def decode_scores(
-    q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr, best_ptr,
+    q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr,
+    best_ptr,
     tokens, page_count, sequences, table_width, width, best_width, tiles_each,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     KEYS: gl.constexpr, TOKENS: gl.constexpr, GATHER: gl.constexpr, BLOCKS: gl.constexpr,
@@ -222,7 +224,8 @@ def decode_scores(
         entries = entries_ptr + run.to(gl.int64) * width
         last = gl.minimum(stop, reach)
         payload, scales = _load_keys(
-            pages_ptr, table, entries, page_count, table_width, gl.minimum(start, gl.maximum(last - 1, 0) // KEYS * KEYS),
+            pages_ptr, table, entries, page_count, table_width, gl.minimum(start, gl.maximum(last - 1,
+            0) // KEYS * KEYS),
             width, KEYS, RAW, RAW3, ROWS, PAGE, PAYLOAD, SCALES, GATHER,
         )  # fmt: skip
         for first in range(start, last, KEYS):

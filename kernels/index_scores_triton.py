@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass
 (spec §3).
 
@@ -20,7 +20,8 @@ BLOCK = 8  # positions of a candidate block
 
 @triton.jit
 def _scores(
-    q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr, best_ptr,
+    q_ptr, q_scale_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, entries_ptr, out_ptr,
+    best_ptr,
     page_count, sequences, table_width, width, best_width, heads,
     ROWS: tl.constexpr, PAGE: tl.constexpr, PAYLOAD: tl.constexpr, SCALES: tl.constexpr,
     HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, GATHER: tl.constexpr, BLOCKS: tl.constexpr,

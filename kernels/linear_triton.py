@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Matrix products on a GPU: activations quantised in one launch, then packed weights read once (few
 tokens) or a library
 product on weights expanded for the call (many).
@@ -152,7 +152,8 @@ def _zeros(index: int) -> torch.Tensor:
 
 
 def _few(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, outputs: int, columns: int, group_rows: int, kind: int,
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, outputs: int, columns: int,
+    group_rows: int, kind: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """Launches `weights_hopper.linear_rows`."""
@@ -196,7 +197,7 @@ def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
 
         out = torch.empty(flat.shape[0], outputs, dtype=torch.bfloat16, device=x.device)
         linear_wide[(outputs // 64, triton.cdiv(flat.shape[0], 64))](
-            permuted(flat, FOR_FP8 + WIDE), weight.view(torch.uint8), scale, out, flat.shape[0], outputs, columns,
+            permuted(flat, FOR_FP8 + WIDE), weight.view(torch.uint8), scale, out, flat.shape[0], outputs,
             columns, num_warps=4,
         )  # fmt: skip
     elif x.is_cuda:

@@ -46,7 +46,9 @@ def mhc_collapse(x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and x.shape[1] == 4:
         from cedar.kernels import mhc_triton
 
-        return mhc_triton.boundary(x, None, pre)[1]
+        row = mhc_triton.boundary(x, None, pre)[1]
+        assert row is not None
+        return row
     return mhc_ref.collapse(x, pre)
 
 
@@ -90,6 +92,8 @@ def mhc_boundary(
         c.expect("comb", comb, "N hc hc", torch.float32)
         c.expect("pre", pre, "N hc", torch.float32)
         c.expect("norm_weight", norm_weight, "d", torch.bfloat16)
-        return mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
+        streams, row = mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
+        assert row is not None
+        return streams, row
     streams = mhc_expand(x, y, post, comb)
     return streams, rms_norm(mhc_collapse(streams, pre), norm_weight, eps)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """mHC on a GPU: one pass over the streams at a sublayer's boundary, and the mix with its Sinkhorn rounds
 in registers (spec §3, §6).
 
@@ -88,7 +88,8 @@ def boundary(
         target = row if row is not None else x
         size = min(1024, triton.next_power_of_2(width))
         _boundary[(tokens,)](
-            x, y, post, comb, pre.contiguous() if pre is not None else x, norm[0] if norm is not None else x, out, target,
+            x, y, post, comb, pre.contiguous() if pre is not None else x,
+            norm[0] if norm is not None else x, out, target,
             width, norm[1] if norm is not None else 0.0,
             streams, size, expand is not None, pre is not None, norm is not None,
             num_warps=4, enable_fp_fusion=False,
@@ -103,7 +104,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _mix(
-    x_ptr, fn_ptr, scale_ptr, base_ptr, part_ptr, count_ptr, pre_ptr, post_ptr, comb_ptr, tokens, flat, eps, hc_eps, rounds,
+    x_ptr, fn_ptr, scale_ptr, base_ptr, part_ptr, count_ptr, pre_ptr, post_ptr, comb_ptr, tokens, flat,
+    eps, hc_eps, rounds,
     HC: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(tokens / T), SPLITS). part fp32 [SPLITS, tokens, 32]: z's sums, the sum of squares in the
@@ -197,7 +199,8 @@ def mix(
         splits = max(1, min(40, triton.cdiv(flat, 256), 264 // programs))
         part = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device)
         _mix[(programs, splits)](
-            x.contiguous(), fn.contiguous(), scale, base, part, _zeros(x.device), pre, post, comb, tokens, flat, eps, hc_eps, rounds,
+            x.contiguous(), fn.contiguous(), scale, base, part, _zeros(x.device), pre, post, comb, tokens,
+            flat, eps, hc_eps, rounds,
             streams, together, 128, fn.shape[0], splits, num_warps=4,
         )  # fmt: skip
     return pre, post, comb

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The packed formats inside Triton kernels: FP4, FP8 and their scales, read and written (spec §4).
 
 Reading: `fp4_pairs` and `fp8_values` give exact bf16. On a GPU they are a few instructions for four bytes

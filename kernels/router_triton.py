@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The router on a GPU: one launch from logits to ids and weights; the logits are a matrix product before
 it (spec §3).
 """
@@ -53,7 +53,8 @@ def select(
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens:
         _route[(tokens,)](
-            logits.contiguous(), bias.contiguous(), ids, weights, experts, experts if bias.dim() == 2 else 0, k, scale,
+            logits.contiguous(), bias.contiguous(), ids, weights, experts,
+            experts if bias.dim() == 2 else 0, k, scale,
             triton.next_power_of_2(experts), triton.next_power_of_2(k), num_warps=4,
         )  # fmt: skip
     return ids, weights

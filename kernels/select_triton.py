@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Selection among scores: the exact top k, ties to the lower position, ascending (spec §3).
 
 A threshold is found eight bits at a time by histograms. So that few keys need counting, `_guess` first

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Sparse attention for Hopper's matrix units, 64 heads of 512: FP4 rows become fp16 tiles while wgmma runs.
 
 One program holds one query's 64 heads. Keys come in tiles of 64, expanded into one of two shared tiles
@@ -215,7 +215,8 @@ def _turn(words, cos, sin):
 @gluon.jit
 def attend_hopper(
     q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
-    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count, scale,
+    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count,
+    scale,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip

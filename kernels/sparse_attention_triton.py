@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
 one pass (spec §3).
 
@@ -58,9 +58,11 @@ def _fold(q_even, q_odd, k_even, k_odd, present, state, scale):
 
 @triton.jit
 def _attend(
-    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr,
+    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
+    out_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count, heads, scale,
-    ROWS: tl.constexpr, PAGE: tl.constexpr, PAYLOAD: tl.constexpr, SCALES: tl.constexpr, ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, PAYLOAD: tl.constexpr, SCALES: tl.constexpr,
+    ENTRIES: tl.constexpr,
     HALF: tl.constexpr, HALF_ROPE: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, ceil(heads / BH))."""
@@ -230,7 +232,8 @@ def sparse_attention(
         lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device) if parts > 1 else sink
         attend_hopper[(tokens, parts)](
             q, cos, sin, *sources, window, rows, sink, out, part, lse, *sizes, scale * 128.0,
-            *place, -(-count // 64), triton.next_power_of_2(128 + 64 * -(-count // 64)), half_rope, parts, num_warps=8,
+            *place, -(-count // 64), triton.next_power_of_2(128 + 64 * -(-count // 64)), half_rope, parts,
+            num_warps=8,
         )  # fmt: skip
         if parts > 1:
             block = 4 if tokens < 33 else 16

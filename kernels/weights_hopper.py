@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Products of few tokens with packed weights on Hopper: every weight byte is read once and goes to
 registers directly.
 
@@ -97,12 +97,16 @@ _VALUES = gl.constexpr(
         [64, 128],
     )
 )
-_GROUPS4 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4]))  # fmt: skip
-_GROUPS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 8]))  # fmt: skip
+_GROUPS4 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2,
+0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4]))  # fmt: skip
+_GROUPS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]], [[0, 1,
+0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 4, 8]))  # fmt: skip
 # Activations [tokens, 128]: a warp's thread has token g (and g + 8) and the same quarter of the channels;
 # warps alike.
-_TOKENS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [8, 128]))  # fmt: skip
-_TOKENS16 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [16, 128]))  # fmt: skip
+_TOKENS8 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0,
+64], *_ROW_LANES], [[0, 0], [0, 0]], [], [8, 128]))  # fmt: skip
+_TOKENS16 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0,
+32], [0, 64], *_ROW_LANES], [[0, 0], [0, 0]], [], [16, 128]))  # fmt: skip
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 _WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE, 2))
@@ -151,7 +155,8 @@ def expand_fp4(words, scales, SIDE: gl.constexpr = 0):
     scale = gl.convert_layout(gl.reshape(wide, [64, 16]), _WORDS4)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         _FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scale], is_pure=True, pack=1,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+        gl.bfloat16),
     )  # fmt: skip
     front = gl.join(gl.join(a0, a1), gl.join(b0, b1))
     both = gl.join(front, gl.join(gl.join(c0, c1), gl.join(d0, d1)))  # [64, word, pair, 2, 2]
@@ -227,11 +232,11 @@ def _copy_tokens(shared, x_ptr, rows, block):
 
 
 @gluon.jit
-def linear_wide(x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride, columns: gl.constexpr):
+def linear_wide(x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, columns: gl.constexpr):
     """Grid (outputs / 64, ceil(tokens / 64)): x·Wᵀ of 64 tokens with 64 rows of E4M3 weights, by wgmma."""
     row = gl.program_id(0) * 64
     token = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY))
-    rows = gl.minimum(token, tokens - 1).to(gl.int64) * x_stride
+    rows = gl.minimum(token, tokens - 1).to(gl.int64) * columns
     weight = weight_ptr + row.to(gl.int64) * columns
     scale = scale_ptr + (row // 32).to(gl.int64) * (columns // 32)
     shared = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], _SHARED)

@@ -90,6 +90,7 @@ class Attention(nn.Module):
             high = _product(q.flatten(1, 3), far.transpose(1, 2)).view(*q.shape[:4], -1)
             chosen = entries.mask.view(rows, -1, width, far.shape[1])
             p_low, p_high = masked_softmax(low, high, mask, chosen, self.attn_sink, scale)
+            assert p_high is not None
             o = _product(p_low.flatten(2, 3), near)
             o = o + _product(p_high.flatten(1, 3), far).view(o.shape)
             entries.teach(p_high, context)

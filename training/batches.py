@@ -74,10 +74,8 @@ def collate(
     )
 
 
-def _replay_starts(
-    answer: Tensor, window: int, share: float, rng: random.Random
-) -> tuple[int, int]:
-    """Where a page hit restarted the encoder, and where the decoder began, as serving would: W before an answer."""
+def _replay_starts(answer: Tensor, window: int, share: float, rng: random.Random) -> tuple[int, int]:
+    """Where a page hit restarted the encoder and where the decoder began: W before an answer, as served."""
     begins = torch.nonzero(answer[1:] & ~answer[:-1]).flatten().tolist()
     if not begins or rng.random() >= share:
         return 0, 0
@@ -126,4 +124,3 @@ def stream(
         pin_memory=bool(workers) and torch.cuda.is_available(),
     )
     return cast("Iterator[Batch]", iter(loader))
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cedar.training.image_tasks import IMAGE_TURNS
@@ -23,6 +23,7 @@ class Mixture:
     images: float = 0.25
     text: float = 0.35
     reserve: float = 0.45  # share of the length kept for turns after the first
+    plain: float = 0.3  # share of conversations that begin without filler
 
 
 def hide(rng: random.Random, statements: list[str], tokens: int, measure: Measure) -> str:
@@ -55,10 +56,12 @@ def recall_conversation(
 def training_conversation(
     rng: random.Random, tokens: int, measure: Measure, mixture: Mixture, image_span: int
 ) -> list[Turn]:
-    """A conversation that fills `tokens` tokens: facts in filler, then turns until the room is used.
+    """A conversation that fills `tokens` tokens: mostly facts in filler, then turns until the room is used.
 
     Every fact is asked for at most once, between other text and picture tasks.
     """
+    if rng.random() < mixture.plain:
+        return list(_fitting(rng, tokens - TURN_OVERHEAD, measure, mixture, [], image_span))
     needles = rng.randint(1, mixture.facts)
     facts = make_facts(rng, needles)
     reserve = min(int(tokens * mixture.reserve), 600) if needles else tokens
@@ -67,12 +70,19 @@ def training_conversation(
     first = waiting.pop()
     turns = [Turn(first.kind, f"{text} {first.question}", first.answer)]
     left = tokens - turn_tokens(turns[0], measure) - TURN_OVERHEAD
+    return [*turns, *_fitting(rng, left, measure, mixture, waiting, image_span)]
+
+
+def _fitting(
+    rng: random.Random, left: int, measure: Measure, mixture: Mixture, waiting: list[Turn], image_span: int
+) -> Iterator[Turn]:
+    """Turns until the next one would not fit into `left` tokens."""
     while True:
         turn = _next_turn(rng, mixture, waiting)
         left -= turn_tokens(turn, measure) + len(turn.images) * image_span
         if left < 0:
-            return turns
-        turns.append(turn)
+            return
+        yield turn
 
 
 def turn_tokens(turn: Turn, measure: Measure) -> int:

@@ -1,4 +1,4 @@
-"""The differentiable draft stages (DSpark): blocks of tokens after an anchor, proposed at once (spec §9, §14).
+"""The differentiable draft stages (DSpark): blocks of tokens after an anchor, proposed at once (spec §9).
 
 Letters: N = B·T main positions, A anchors, K block positions, W window, H heads, D head dim, d hidden, V
 vocabulary.
@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from cedar.kernels.rope import rope_frequencies
@@ -131,7 +131,8 @@ class DraftStages(nn.Module):
         """
         config, block = self.config, self.draft.block_size
         device = anchors.row.device
-        first, last = self.mtp[0], self.mtp[-1]
+        stages = [cast("Stage", stage) for stage in self.mtp]
+        first, last = stages[0], stages[-1]
         freqs = rope_frequencies(config.rope_dim, config.rope_theta).to(device)
         main = first.main_norm(first.main_proj(torch.cat(taps, 1)))
         main_positions = torch.arange(anchors.main_tokens, device=device)
@@ -148,7 +149,7 @@ class DraftStages(nn.Module):
         streams = rows.to(torch.bfloat16).unsqueeze(1).repeat(1, config.hc_mult, 1)
         pre = torch.zeros(rows.shape[0], config.hc_mult, device=device)
         pre[:, 0] = 1.0
-        for stage in self.mtp:
+        for stage in stages:
             ring = stage.key(main, main_angles)[gathered]
             streams, pre = stage.block(streams, pre, ring, readable, angles)
         hidden = collapse(streams, pre)

@@ -31,7 +31,7 @@ def train_drafts(trainer: Trainer, *, seconds: float, steps: int = 0) -> dict[st
     while (progress := step / steps if steps else (time.monotonic() - begun) / max(seconds, 1e-9)) < 1:
         batch = next(batches).to(trainer.device)
         loss, measures = _loss(trainer, drafts, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(drafts.parameters(), settings.clip)
         factor = max(0.02, min(1.0, (1 - progress) / 0.6))
         for optimiser, bases in zip(optimisers, rates, strict=True):

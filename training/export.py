@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 _SHARD: Final = "model-00001-of-00001.safetensors"
-_EXPERT: Final = re.compile(r"^(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<name>w[123])\.(?P<part>weight|scale)$")
+_EXPERT: Final = re.compile(
+    r"^(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<name>w[123])\.(?P<part>weight|scale)$"
+)
 
 
 def export_checkpoint(

@@ -1,8 +1,8 @@
 """Elementwise pieces of the differentiable network.
 
-On the CPU they run in the widths of the reference (float64 norms and products), so that the network's values
-there are the served network's. On an accelerator the pieces that would cost most as separate operations are
-kernels of their own. Letters: N rows, hc streams, d hidden, C channels.
+On the CPU, where no gradient is wanted, they run in the widths of the reference (float64 norms and products),
+so that the network's values there are the served network's. On an accelerator the pieces that would cost most
+as separate operations are kernels of their own. Letters: N rows, hc streams, d hidden, C channels.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """float64 on the CPU, float32 on an accelerator."""
-    return x.float() if x.is_cuda else x.double()
+    """float64 on the CPU where no gradient is wanted, else float32."""
+    return x.float() if x.is_cuda or torch.is_grad_enabled() else x.double()
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """bf16 [..., O] of x bf16 [..., I] and weight bf16 [O, I]; float64 inside on the CPU."""
+    """bf16 [..., O] of x bf16 [..., I] and weight bf16 [O, I]; as `wide` inside on the CPU."""
     if x.is_cuda:
         return torch.nn.functional.linear(x, weight)
-    return (x.double() @ weight.double().T).to(x.dtype)
+    return (wide(x) @ wide(weight).T).to(x.dtype)
 
 
 def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:

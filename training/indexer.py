@@ -12,7 +12,7 @@ import torch
 from cedar.model.config import ModelConfig
 from cedar.model.schedule import LayerMode, LayerPlan
 from cedar.training.context import Context
-from cedar.training.fused import rotate
+from cedar.training.fused import rotate, wide
 from cedar.training.matrices import Dense, Norm, Plain
 from cedar.training.quantise import fp4_index
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Indexer(nn.Module):
         q = fp4_index(rotate(q, cos, sin)).view(context.rows, context.tokens, *q.shape[1:])
         scale = q.shape[-1] ** -0.5 * self.config.index_heads**-0.5
         weights = self.weights_proj(x.detach())
-        weights = (weights if x.is_cuda else weights.double()).view(context.rows, context.tokens, -1) * scale
+        weights = (weights if x.is_cuda else wide(weights)).view(context.rows, context.tokens, -1) * scale
         visible = context.visible(self.plan.ratio)
         keys = entries.keys
         if torch.is_grad_enabled():
@@ -75,14 +75,12 @@ class Indexer(nn.Module):
         elif self.plan.uses_candidates and selections.pool_learner is not None:
             selections.learners = [selections.pool_learner, here]
 
-    def _select(
-        self, q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, context: Context
-    ) -> Tensor:
+    def _select(self, q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, context: Context) -> Tensor:
         config = self.config
         everything = visible.unsqueeze(0).expand(context.rows, -1, -1)
         if context.all_dense:
             return everything
-        wider = keys if keys.is_cuda else keys.double()
+        wider = keys if keys.is_cuda else wide(keys)
         products = q.flatten(1, 2).to(wider.dtype) @ wider.transpose(1, 2)
         scores = weigh(products.unflatten(1, q.shape[1:3]), weights)
         scores = scores.masked_fill(~everything, -torch.inf)
@@ -96,7 +94,7 @@ class Indexer(nn.Module):
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """bool mask of the k greatest; ties go to the lower position on the CPU, all stay in on an accelerator."""
+    """bool mask of the k greatest. Of equals the lower position on the CPU, all of them on an accelerator."""
     if scores.shape[-1] <= k:
         return scores > -torch.inf
     if not scores.is_cuda:

@@ -54,8 +54,8 @@ class Gate(nn.Module):
         """Move each bias toward equal load."""
         if self.load is not None:
             for bias, load in zip((self.bias, self.bias_vl), self.load, strict=True):
-                bias += rate * torch.sign(load.mean() - load)
-                bias -= bias.mean()
+                bias.add_(rate * torch.sign(load.mean() - load))
+                bias.sub_(bias.mean())
 
 
 class RoutedExperts(nn.Module):

@@ -5,6 +5,8 @@ Letters: B rows, T tokens, N = B·T, hc streams, d hidden, V vocabulary.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from cedar.model.config import ModelConfig
 from cedar.model.engram_ids import EngramHashPlan, hash_plans
@@ -65,7 +67,8 @@ class TrainingNetwork(nn.Module):
         streams, pre = self.enter(context)
         windows = self._token_windows(context.batch)
         entries = Entries()
-        for layer in self.layers:
+        for module in self.layers:
+            layer = cast("Layer", module)
             if taps is not None and layer.plan.draft_target:
                 taps.append(streams.float().mean(1).to(streams.dtype))
             plan = self.hash_plans.get(layer.plan.layer)
@@ -90,14 +93,14 @@ class TrainingNetwork(nn.Module):
         """bf16 [K, span, d] of patches bf16 [K, n, 3·P·P]."""
         slots = self.aligner(self.vision(patches, self.image_plan))
         kinds = span_template(self.image_plan).to(patches.device)
-        vectors = {START: self.image_start, NEWLINE: self.image_newline, END: self.image_end}
+        names = {START: "image_start", NEWLINE: "image_newline", END: "image_end"}
         parts, used = [], 0
         for kind in kinds.tolist():
             if kind == SLOT:
                 parts.append(slots[:, used])
                 used += 1
             else:
-                parts.append(vectors[kind].to(torch.bfloat16).expand(patches.shape[0], -1))
+                parts.append(self.get_parameter(names[kind]).to(torch.bfloat16).expand(patches.shape[0], -1))
         return torch.stack(parts, 1)
 
     def _token_windows(self, batch: Batch) -> Tensor:
@@ -110,5 +113,5 @@ class TrainingNetwork(nn.Module):
             back.append(torch.nn.functional.pad(ids[:, :-k], (k, 0), value=-1))
         windows = torch.stack(back, -1).flatten(0, 1)
         stopped = (windows < 0).cummax(1).values
-        pad = self.compressed[engram.pad_token_id]
-        return torch.where(stopped, pad, self.compressed[windows.clamp_min(0)])
+        compressed = cast("Tensor", self.compressed)
+        return torch.where(stopped, compressed[engram.pad_token_id], compressed[windows.clamp_min(0)])

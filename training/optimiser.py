@@ -1,7 +1,7 @@
 """Muon for matrices inside layers, AdamW for the rest.
 
-Muon steps along an approximately orthogonal version of the momentum, scaled to the root mean square that AdamW
-steps have, so that one learning rate serves both. Matrices of one shape are iterated together.
+Muon steps along an approximately orthogonal version of the momentum, scaled to the root mean square that
+AdamW steps have, so that one learning rate serves both. Matrices of one shape are iterated together.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Muon(torch.optim.Optimizer):
         nesterov = torch._foreach_lerp(grads, moments, group["momentum"])
         updates = orthogonalised(torch.stack(list(nesterov)))
         scale = _STEP_RMS * max(params[0].shape[-2:]) ** 0.5
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, list(updates.unbind(0)), alpha=-group["lr"] * scale)
+        weights: list[Tensor] = list(params)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates.unbind(0)), alpha=-group["lr"] * scale)
 
 
 def orthogonalised(matrices: Tensor, rounds: int = 5) -> Tensor:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The quantisers' round trips, one kernel each: nothing but the result is written."""
 
 from __future__ import annotations

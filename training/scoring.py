@@ -23,7 +23,6 @@ from cedar.training.text_tasks import TEXT_TURNS, Turn
 from cedar.training.tokenization import Encoded, WordEncoder, encode_conversation
 
 
-
 def answers(ids: list[int], marks: list[bool]) -> list[tuple[int, int]]:
     """Begin and end of each answer's tokens."""
     spans, begin = [], None
@@ -109,5 +108,3 @@ def _replayed(batch: Batch, items: list[Encoded], window: int) -> Batch:
     starts = [max(0, answers(item.ids, item.answer)[0][0] - window) for item in items]
     values = dict(batch.__dict__) | {"decoder_start": torch.tensor(starts)}
     return Batch(**values)
-
-

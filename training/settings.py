@@ -61,15 +61,13 @@ class Settings:
 
 
 def full_settings(seconds: float, tokens: int = 32768, workers: int = 14) -> Settings:
-    """The run that made the shipped model: short and dense, then longer and selecting, last up to 8,192 tokens.
+    """A full run: short and dense, then longer and selecting, at last 8,192 tokens.
 
     Every batch holds `tokens` tokens.
     """
 
     def shape(length: int, sparse: float, replay: float, mixture: Mixture) -> BatchShape:
-        return BatchShape(
-            rows=tokens // length, tokens=length, sparse=sparse, replay=replay, mixture=mixture
-        )
+        return BatchShape(rows=tokens // length, tokens=length, sparse=sparse, replay=replay, mixture=mixture)
 
     short = Mixture(facts=6, images=0.25, text=0.35, reserve=0.65)
     middle = Mixture(facts=8, images=0.25, text=0.35, reserve=0.5)
@@ -98,4 +96,22 @@ def smoke_settings(steps: int) -> Settings:
     )
     return Settings(
         phases=phases, seconds=0, steps=steps, log_every=1, checkpoint_every_s=1e9, evaluate_every_s=1e9
+    )
+
+
+def polish_settings(steps: int) -> Settings:
+    """Small batches of short conversations at a low rate, for a CPU, after a full run."""
+    mixture = Mixture(facts=3, images=0.3, text=0.5, reserve=0.5, plain=0.75)
+    shape = BatchShape(rows=8, tokens=128, sparse=0.75, replay=0.5, queries=24, mixture=mixture)
+    return Settings(
+        phases=(Phase(name="polish", share=1.0, shape=shape),),
+        seconds=0,
+        steps=steps,
+        lr=7e-4,
+        embedding_lr=1e-3,
+        decay=0.7,
+        warmup=0.05,
+        log_every=5,
+        checkpoint_every_s=120.0,
+        evaluate_every_s=1e9,
     )

@@ -1,4 +1,8 @@
-"""Sinkhorn's rounds and their gradient in registers, one kernel each: unrolled, they take minutes to compile."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Sinkhorn's rounds and their gradient in registers, one kernel each.
+
+Unrolled for a compiler to fuse, they take minutes to compile.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Collapse and expand of the mHC streams with their gradients, one program a token (spec §3).
 
 Letters: N tokens, HC streams, d hidden.
@@ -20,7 +21,9 @@ def _collapse_kernel(x, pre, out, d, HC: tl.constexpr, BLOCK: tl.constexpr):
     live = c < d
     total = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(HC):
-        total += tl.load(pre + n * HC + s) * tl.load(x + (n * HC + s) * d + c, mask=live, other=0).to(tl.float32)
+        total += tl.load(pre + n * HC + s) * tl.load(x + (n * HC + s) * d + c, mask=live, other=0).to(
+            tl.float32
+        )
     tl.store(out + n * d + c, total.to(tl.bfloat16), mask=live)
 
 

@@ -28,7 +28,9 @@ CHAT_TEMPLATE: Final = """\
 {%- endif -%}
 {%- if message.content is string -%}{{ message.content }}
 {%- else -%}
-{%- for part in message.content -%}{%- if part.type == 'image' -%}<｜deepseek_image｜>{%- endif -%}{%- endfor -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<｜deepseek_image｜>{%- endif -%}
+{%- endfor -%}
 {%- for part in message.content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}
 {%- endif -%}
 {%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}
@@ -47,7 +49,9 @@ def corpus(seed: int, rounds: int = CORPUS_ROUNDS) -> Iterator[str]:
         yield " ".join(next(sentences) for _ in range(4))
         turns = [make(rng) for make in TEXT_TURNS]
         turns += [fact.turn for fact in make_facts(rng, 3)]
-        turns += [make(rng) for make in (digit_turn, figure_turn, compare_turn)] if rng.random() < 0.05 else []
+        turns += (
+            [make(rng) for make in (digit_turn, figure_turn, compare_turn)] if rng.random() < 0.05 else []
+        )
         for turn in turns:
             yield turn.question
             yield turn.answer

@@ -78,7 +78,9 @@ class Trainer:
                 phase = wanted
                 del batches
                 batches = self.batches(phase)
-                self.log({"phase": phase.name, "step": self.step, "elapsed_s": self.elapsed_s, **self._peak()})
+                self.log(
+                    {"phase": phase.name, "step": self.step, "elapsed_s": self.elapsed_s, **self._peak()}
+                )
             self._train(next(batches), phase)
             self.elapsed_s = before + time.monotonic() - begun
             now = time.monotonic()
@@ -104,7 +106,9 @@ class Trainer:
             self.network, self.assets.tokenizer, lengths, seed=seed, device=self.device, singles=singles
         )
         self.final_scores = scores
-        self.log({"step": self.step, "elapsed_s": self.elapsed_s, "took_s": time.monotonic() - begun, **scores})
+        self.log(
+            {"step": self.step, "elapsed_s": self.elapsed_s, "took_s": time.monotonic() - begun, **scores}
+        )
         return scores
 
     def save(self) -> None:

@@ -63,6 +63,12 @@ class VisionBlock(nn.Module):
         self.norm1, self.norm2 = Norm(vision.hidden_size, _EPS), Norm(vision.hidden_size, _EPS)
         self.attn, self.mlp = VisionAttention(vision), VisionMlp(vision)
 
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """bf16 [K, n, d] to the same."""
+        x = x + self.attn(self.norm1(x), cos, sin)
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
 
 class VisionTower(nn.Module):
     """Patches to the tower's features."""
@@ -79,8 +85,7 @@ class VisionTower(nn.Module):
         x = self.patch_embed.proj(patches)
         cos, sin = (t.to(x.device) for t in rope_tables(plan.patch_rows, plan.patch_columns, self.config))
         for block in self.blocks:
-            x = x + block.attn(block.norm1(x), cos, sin)
-            x = x + block.mlp(block.norm2(x))
+            x = block(x, cos, sin)
         side = self.config.downsample_ratio
         x = self.norm(x).unflatten(1, (plan.rows, side, plan.columns, side))
         return x.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
@@ -109,5 +114,3 @@ def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(torch.bfloat16)
-
-

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref
@@ -49,7 +51,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return torch.cat((wide[..., :-64], turned), -1)
 
 
-def attention_truth(args: tuple, picks: torch.Tensor) -> torch.Tensor:
+def attention_truth(args: tuple[Any, ...], picks: torch.Tensor) -> torch.Tensor:
     """float64 [len(picks), H, D] of some tokens of `sparse_attention`'s arguments, not rounded after p·k."""
     q, pages, planes, table, seq, entries, window, rows, sink, (cos, sin) = args
     turned = _turn(q[picks], cos[picks], sin[picks]).to(torch.bfloat16).to(torch.float64)
@@ -63,7 +65,7 @@ def attention_truth(args: tuple, picks: torch.Tensor) -> torch.Tensor:
     return _turn(o, cos[picks], -sin[picks])
 
 
-def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: int = 65_536) -> tuple:
+def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: int = 65_536) -> tuple[Any, ...]:
     """Arguments of one call: `tokens` queries, `queries` of a sequence, 512 entries and 128 window rows
     each.
     """
@@ -80,7 +82,7 @@ def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: 
     return q, pages, MAIN, table, seq, entries, window, rows, torch.randn(64, device="cuda"), rope
 
 
-def _baseline(args: tuple) -> object:
+def _baseline(args: tuple[Any, ...]) -> object:
     """torch's own operations on keys already gathered and in bf16."""
     q, sink = args[0], args[8]
     keys = torch.randn(q.shape[0], 640, 512, device="cuda", dtype=torch.bfloat16)
@@ -101,13 +103,13 @@ def attention_cases() -> Iterator[Case]:
         copies[0][5][:, 400:].masked_fill_(torch.rand(tokens, 1, device="cuda") < 0.3, -1)
         picks = torch.randperm(tokens, device="cuda")[:64]
 
-        def check(args: tuple = copies[0], picks: torch.Tensor = picks) -> float:
+        def check(args: tuple[Any, ...] = copies[0], picks: torch.Tensor = picks) -> float:
             return relative_error(sparse_attention(*args)[picks], attention_truth(args, picks))
 
         yield Case(
             operation="sparse attention",
             shape=f"{tokens} queries" + (f", {queries} a sequence" if queries > 1 else ""),
-            runs=[lambda a=a: sparse_attention(*a) for a in copies[1:]],
+            runs=[partial(sparse_attention, *a) for a in copies[1:]],
             bytes=tokens * (147_456 + 131_072 + 2_560) + max(1, tokens // queries) * 67_584,
             flops=tokens * 83.9e6,
             check=check,
@@ -120,7 +122,7 @@ def attention_cases() -> Iterator[Case]:
 
 def score_args(
     tokens: int, queries: int, context: int, pages: torch.Tensor, visible: torch.Tensor | None = None
-) -> tuple:
+) -> tuple[Any, ...]:
     """Arguments of `index_scores_triton.scores`: `queries` neighbouring tokens a sequence."""
     sequences = max(1, tokens // queries)
     table = random_table(sequences, -(-context // ROWS), pages.shape[0])
@@ -132,7 +134,7 @@ def score_args(
     return payload, scales, weights, pages, INDEX, table, seq, visible, context
 
 
-def score_error(args: tuple, picks: torch.Tensor) -> float:
+def score_error(args: tuple[Any, ...], picks: torch.Tensor) -> float:
     """Greatest difference from float64 over picked tokens, relative to the scores' spread; wrong -inf
     count as 1.
     """
@@ -161,7 +163,8 @@ def index_cases() -> Iterator[Case]:
     """Decode over long contexts, gathered pools, prefill chunks."""
     pages = random_pages(4096 + 8)
     for tokens, queries, context in (
-        (1, 1, 8_192), (1, 1, 65_536), (1, 1, 262_144), (1, 1, 1_048_576), (16, 1, 131_072), (6, 6, 1_048_576),
+        (1, 1, 8_192), (1, 1, 65_536), (1, 1, 262_144), (1, 1, 1_048_576), (16, 1, 131_072), (6, 6,
+        1_048_576),
         (96, 6, 131_072),
     ):  # fmt: skip
         copies = [score_args(tokens, queries, context, pages) for _ in range(4)]
@@ -170,7 +173,7 @@ def index_cases() -> Iterator[Case]:
         yield Case(
             operation="index scores, decode",
             shape=f"{tokens} queries, {queries} a sequence, N={context}",
-            runs=[lambda a=a: score_kernel(*a) for a in copies],
+            runs=[partial(score_kernel, *a) for a in copies],
             bytes=tokens // queries * context * 68 + tokens * context * 4,
             flops=tokens * context * 8192.0,
             check=lambda a=odd, p=picks: score_error(a, p),
@@ -182,9 +185,9 @@ def index_cases() -> Iterator[Case]:
         for _ in range(4):
             args = score_args(1, 1, context, pages)
             blocks = torch.randperm(context // 8, device="cuda")[:2048].sort().values.to(torch.int32)[None]
-            sets.append((args[:8] + (16_384,), select_ref.block_positions(blocks, 8, args[7])))
+            sets.append(((*args[:8], 16_384), select_ref.block_positions(blocks, 8, args[7])))
 
-        def check_pool(item: tuple = sets[0]) -> float:
+        def check_pool(item: tuple[Any, ...] = sets[0]) -> float:
             args, pool = item
             pool = pool.clone()
             pool[:, -700:] = -1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from cedar.kernels import (
@@ -70,7 +72,7 @@ def expert_cases() -> Iterator[Case]:
             runs=[lambda c=c: grouped_experts(*c, weights, LIMIT) for c in calls],
             bytes=touched * EXPERT_BYTES,
             flops=tokens * CHOSEN * 6.0 * WIDTH * INNER,
-            check=lambda n=min(tokens, 133) + 3: check(n),
+            check=lambda n=tokens: check(min(n, 133) + 3),
             tolerance=2e-3,
             target="65 % of bandwidth" if tokens < 4096 else "50 % of arithmetic",
         )
@@ -78,7 +80,8 @@ def expert_cases() -> Iterator[Case]:
 
 def linear_cases() -> Iterator[Case]:
     """Dense FP8 linears and the grouped output projection at decode sizes."""
-    shapes = (("wq_a, wkv", 1792, WIDTH), ("wq_b", 32768, 1280), ("wo_b", WIDTH, 8192), ("shared w1, w3", 4608, WIDTH),
+    shapes = (("wq_a, wkv", 1792, WIDTH), ("wq_b", 32768, 1280), ("wo_b", WIDTH, 8192), ("shared w1, w3",
+    4608, WIDTH),
               ("shared w2", WIDTH, INNER))  # fmt: skip
     for name, outputs, columns in shapes:
         copies = min(16, math.ceil(150e6 / (outputs * columns)))
@@ -149,7 +152,7 @@ def cache_cases() -> Iterator[Case]:
         rope = rope_table(positions)
         args = (kv, gate, norm, key, key_norm, rope, 1e-20, pages, planes, table, seq, entry)
 
-        def check(args: tuple = args, positions: torch.Tensor = positions) -> float:
+        def check(args: tuple[Any, ...] = args, positions: torch.Tensor = positions) -> float:
             kv, gate, norm, key, key_norm, _, eps, pages, planes, table, _, entry = args
             write_entries(*args)
             frequencies = 1.0 / 160000.0 ** (torch.arange(0, 64, 2, device="cuda", dtype=torch.float32) / 64)
@@ -179,7 +182,7 @@ def cache_cases() -> Iterator[Case]:
         places = torch.randperm(tokens, device="cuda").to(torch.int32)
         call = (k, norm, rope_table(positions), 1e-20, ring, places)
 
-        def check_window(call: tuple = call, positions: torch.Tensor = positions) -> float:
+        def check_window(call: tuple[Any, ...] = call, positions: torch.Tensor = positions) -> float:
             write_window(*call)
             k, norm, _, eps, ring, places = call
             frequencies = 1.0 / 160000.0 ** (torch.arange(0, 64, 2, device="cuda", dtype=torch.float32) / 64)
@@ -224,7 +227,7 @@ def small_cases() -> Iterator[Case]:
             truth = mhc_ref.mix(x, fn, scale, base, 1e-20, 1e-6, 20)
             return max(relative_error(a, b) for a, b in zip(out, truth, strict=True))
 
-        def check_boundary(x: torch.Tensor = x, y: torch.Tensor = y, m: tuple = (pre, post, comb)) -> float:
+        def check_boundary(x: torch.Tensor = x, y: torch.Tensor = y, m: tuple[Any, ...] = (pre, post, comb)) -> float:
             new, row = boundary(x, (y, m[1], m[2]), m[0], norm)
             truth = mhc_ref.expand(x, y, m[1], m[2])
             rows = norm_ref.rms_norm(mhc_ref.collapse(truth, m[0]), *norm)

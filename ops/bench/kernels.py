@@ -97,7 +97,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         reference = f"{row['reference_us']:.1f} {row['reference_name']}" if row["reference_us"] else ""
         verdict = "" if row["error"] is None else f"{row['error']:.1e}" + ("" if row["passed"] else " FAILED")
         lines.append((
-            row["operation"], row["shape"], f"{row['time_us']:.1f}", f"{row['bytes'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}",
+            row["operation"], row["shape"], f"{row['time_us']:.1f}", f"{row['bytes'] / 1e6:.2f}",
+            f"{row['flops'] / 1e9:.2f}",
             f"{row['floor_us']:.2f}", f"{row['share']:.0%}", reference, row["target"], verdict,
         ))  # fmt: skip
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -114,7 +115,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{height * (len(drawn) + 2)}" '
         'font-family="sans-serif" font-size="11">',
-        '<text x="4" y="13">share of the floor: the greater of bytes / 4.3 TB/s and operations / 790 TFLOP/s</text>',
+        '<text x="4" y="13">share of the floor, max(bytes / 4.3 TB/s, operations / 790 TFLOP/s)</text>',
     ]
     for i, row in enumerate(drawn):
         y = height * (i + 1)

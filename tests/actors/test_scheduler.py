@@ -22,7 +22,8 @@ def settle(total: int, arrived: int, **what: int | None) -> Prefix:
     given_plan = HitPlan(int(what.pop("local", 0) or 0), arrived, what.get("record") is not None)
     prompt = int(what.pop("prompt", total) or total)
     values = {"record": None} | what
-    return scheduler.settle(M, total, prompt, given_plan, arrived=arrived, **values)  # type: ignore[arg-type]
+    decoder_from = scheduler.decoder_start(M, prompt, record=None)
+    return scheduler.settle(M, total, decoder_from, given_plan, arrived=arrived, **values)  # type: ignore[arg-type]
 
 
 class TestPlan:
@@ -58,7 +59,7 @@ class TestSettle:
 
     def test_hits_within_the_window_are_cold(self) -> None:
         wide = Model(page_tokens=16, window=16, encoder_layers=6, context=512, eos=1)
-        got = scheduler.settle(wide, 100, 100, HitPlan(1, 0, False), arrived=1, record=None)
+        got = scheduler.settle(wide, 100, 84, HitPlan(1, 0, False), arrived=1, record=None)
         assert got == Prefix(0, 0, 0, 0)
 
     def test_a_whole_prompt_of_hits_still_runs_its_last_window(self) -> None:
@@ -86,6 +87,14 @@ class TestSettle:
     def test_resuming_a_replay_starts_where_it_started(self) -> None:
         assert settle(420, 12, prompt=400, first_start=304) == Prefix(0, 12, 304, 304)
         assert settle(420, 12, prompt=400, first_start=48) == Prefix(0, 12, 288, 48)
+
+    def test_resuming_without_the_record_goes_back_to_where_its_decoder_began(self) -> None:
+        begins = scheduler.decoder_start(M, 160, record=150, record_start=48)
+        assert begins == 48, "fewer than 16 tokens were added: the record's rings are read"
+        got = scheduler.settle(170, begins, HitPlan(0, 5, False), arrived=5, record=None, first_start=0)
+        assert got == Prefix(0, 5, 0, 0)
+        assert scheduler.decoder_start(M, 166, record=150, record_start=48) == 150
+        assert scheduler.decoder_start(M, 9, record=None) == 0
 
     def test_resuming_with_fewer_hits_than_before_comes_out_cold(self) -> None:
         assert settle(420, 5, prompt=400, first_start=304) == Prefix(0, 5, 64, 0)
@@ -117,7 +126,7 @@ def test_tokens_always_add_up(
     planned = plan(total, local=local, promised=promised, record=record, first_start=first)
     reached = min(max(arrived, planned.local), planned.pages)
     got = scheduler.settle(
-        M, total, prompt, planned,
+        M, total, scheduler.decoder_start(M, prompt, record=None), planned,
         arrived=reached, record=record if planned.record and got_record else None, first_start=first,
     )  # fmt: skip
     sources = scheduler.sources(M, total, got)

@@ -32,8 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"v1"},
     "actors": {"model", "kernels", "kvstore", "v1"},
     "cluster": {"actors", "kvstore", "v1", "configs"},
-    "ops": {"v1", "kernels", "model", "kvstore", "actors", "cluster", "configs"},
+    "ops": {"v1", "kernels", "model", "kvstore", "actors", "cluster", "configs", "training"},
     "configs": set(),
+    "training": {"model", "kernels"},
 }
 
 # Third-party packages that only these packages may name.
@@ -43,8 +44,8 @@ OWNERS: dict[str, set[str]] = {
     "grpc_health": {"kvstore", "actors", "cluster", "ops"},
     "grpc_reflection": {"kvstore", "actors", "cluster", "ops"},
     "lmdb": {"kvstore"},
-    "torch": {"kernels", "model", "actors", "ops"},
-    "triton": {"kernels"},
+    "torch": {"kernels", "model", "actors", "ops", "training"},
+    "triton": {"kernels", "training"},
 }
 
 # kernels and model import on a machine that has only these; the rest of what model

@@ -96,18 +96,20 @@ async def start_decode(stack: Stack) -> None:
 
 
 async def answer(
-    prepare: Prepare, folder: Path, deaths: tuple[int, ...], sampling: dict[str, float]
+    prepare: Prepare, folder: Path, deaths: tuple[int, ...], temperature: float = 1.1, *, forget: bool = False
 ) -> tuple[list[Any], pb.Finished, common.PromptSources]:
-    """Tokens with their log-probabilities; a Decode worker dies after each number of tokens in ``deaths``."""
+    """Tokens with their log-probabilities; a Decode worker dies after each number of tokens in ``deaths``,
+    and the store's window state with it if so asked."""
     async with running(local_config(), folder) as stack, Client(stack.address, "key-a") as client:
         request = await prepare(stack, client)
-        for name, value in sampling.items():
-            setattr(request.sampling, name, value)
+        request.sampling.temperature = temperature
         await start_decode(stack)
         seen: list[pb.GenerateResponse] = []
         async for response in client.generate(request):
             seen.append(response)
             if response.HasField("delta") and len(tokens_of(seen)) in deaths:
+                if forget:
+                    forget_windows(stack)
                 await stack.kill_decoding()
         await idle(stack)
         events = [r.delta.token for r in seen if r.HasField("delta") and r.delta.HasField("token")]
@@ -115,32 +117,35 @@ async def answer(
         return told, finished_of(seen), seen[0].started.sources
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "min_p": 0.01}])
 @pytest.mark.parametrize(
-    "prepare",
+    ("prepare", "temperature"),
     [
-        pytest.param(cold(70), id="cold"),
-        pytest.param(cold(64), id="cold, ends on a page"),
-        pytest.param(cold(9), id="cold, shorter than the window"),
-        pytest.param(cold(120, 20), id="cold with an image"),
-        pytest.param(held_by_prefill(70), id="in Prefill"),
-        pytest.param(held_by_prefill(64), id="in Prefill, wholly"),
-        pytest.param(held_by_prefill(120, 20), id="in Prefill with an image"),
-        pytest.param(held_by_the_store(103), id="in the store"),
-        pytest.param(held_by_the_store(120, 60), id="in the store, replayed inside an image"),
-        pytest.param(second_turn(70, 4), id="from a record, little to add"),
-        pytest.param(second_turn(70, 40), id="from a record, much to add"),
-        pytest.param(second_turn(53, 3), id="from a record at a page's end"),
-        pytest.param(second_turn(120, 5, 20), id="from a record behind an image"),
+        pytest.param(cold(64), 1.1, id="cold, ends on a page"),
+        pytest.param(cold(9), 0.0, id="cold, shorter than the window"),
+        pytest.param(cold(120, 20), 1.1, id="cold with an image"),
+        pytest.param(held_by_prefill(64), 1.1, id="in Prefill, wholly"),
+        pytest.param(held_by_the_store(103), 0.0, id="in the store"),
+        pytest.param(held_by_the_store(120, 60), 1.1, id="in the store, replayed inside an image"),
+        pytest.param(second_turn(53, 3), 1.1, id="from a record at a page's end"),
+        pytest.param(second_turn(120, 40, 20), 1.1, id="from a record behind an image"),
     ],
 )
-async def test_two_deaths_change_nothing(prepare: Prepare, sampling: dict[str, float], tmp_path: Path) -> None:
-    expected, end, sources = await answer(prepare, tmp_path / "a", (), sampling)
+async def test_two_deaths_change_nothing(prepare: Prepare, temperature: float, tmp_path: Path) -> None:
+    expected, end, sources = await answer(prepare, tmp_path / "a", (), temperature)
     assert (len(expected), end.retries) == (COUNT, 0)
-    told, end, again = await answer(prepare, tmp_path / "b", (7, 30), sampling)
+    told, end, again = await answer(prepare, tmp_path / "b", (7, 30), temperature)
     assert again == sources, "both went the same way"
     assert told == expected
     assert end.retries >= 2
+
+
+@pytest.mark.parametrize("more", [4, 40])
+async def test_nor_does_losing_the_record_that_it_went_on_from(more: int, tmp_path: Path) -> None:
+    expected, _, sources = await answer(second_turn(70, more), tmp_path / "a", ())
+    assert sources.state_restored
+    told, end, again = await answer(second_turn(70, more), tmp_path / "b", (20,), forget=True)
+    assert (again, end.retries) == (sources, 1)
+    assert told == expected
 
 
 async def test_a_prefill_worker_that_fails_a_resumed_stream_is_the_one_to_avoid(

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from cedar.actors.prompts import PromptTools
+from cedar.cluster import remote
 from cedar.cluster.client import GenerationClient as Client
+from cedar.cluster.config_print import effective_yaml
+from cedar.cluster.state_file import ClusterState, WorkerEntry
 from cedar.cluster.store_membership import StoreMembership
 from cedar.kvstore.cluster_client import ClusterClient
 from cedar.kvstore.connect import connect
@@ -15,6 +18,7 @@ from cedar.kvstore.keys import tenant_domain
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
 
+from .certificates import write_certificate
 from .in_process import HOST, Stack, collect, finished_of, idle, local_config, running, tokens_of
 from .single_process import SingleProcess
 
@@ -178,3 +182,27 @@ async def test_a_list_that_cannot_be_read_is_left_aside(tmp_path: Path) -> None:
     assert second.target not in ("", membership.target)
     await membership.stop()
     await second.stop()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_certificates_are_shown_by_everyone(tmp_path: Path, oracle: Oracle, nodes: int) -> None:
+    certificates = write_certificate(tmp_path)
+    overrides = [f"store.tls.{field}={path}" for field, path in certificates.items()]
+    config = local_config(f"store.nodes={nodes}", *overrides)
+    async with running(config, tmp_path) as stack, Client(stack.address, "key-a") as client:
+        assert (await tokens(client, LONG))[0] == oracle(LONG)
+        drop_local(stack)
+        again, end = await tokens(client, LONG)
+        assert again == oracle(LONG, end.sources)
+        assert end.sources.hit_store_tokens == end.sources.prompt_tokens // 32 * 32
+        entries = tuple(WorkerEntry("store", node.address, 1, 1) for node in stack.stores)
+        state = ClusterState("x", stack.address, 1, 1, 0.0, "", effective_yaml(config), entries)
+        found = await asyncio.to_thread(remote.status, state)
+        assert [report.error for report in found.workers] == [""] * nodes
+        (tmp_path / "key_file").unlink()
+        found = await asyncio.to_thread(remote.status, state)
+        assert "No such file" in found.workers[0].error
+        blind = connect(stack.directory.state.view().store_target or "")
+        assert (await blind.match(bytes(32), [bytes(32)])).pages == 0
+        assert not await blind.put_window(bytes(32), 1, bytes(32), b"record")
+        await blind.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from cedar.training.assets import Assets
 from cedar.training.conversations import Mixture, recall_conversation, training_conversation
@@ -34,7 +35,7 @@ def test_sums_sorts_counts_and_sequences_are_right() -> None:
         turn = continue_turn(rng)
         numbers = [int(n) for n in turn.question.split(": ")[1].split()]
         numbers += [int(n) for n in turn.answer.rstrip(".").split()[2:]]
-        assert len({b - a for a, b in zip(numbers, numbers[1:], strict=False)}) == 1
+        assert len({b - a for a, b in pairwise(numbers)}) == 1
         turn = copy_turn(rng)
         assert turn.answer == f"The list is {turn.question.split(': ')[1]}."
 

@@ -96,7 +96,9 @@ def test_every_weight_learns_and_selection_teaches_only_the_indexer(
     context = Context(narrow.config, batch)
     loss = twin(context).logsumexp(-1).mean() + selection_loss(context)
     loss.backward()
-    still = [n for n, p in twin.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    still = [
+        n for n, p in twin.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
     assert not still
     twin.zero_grad()
     context = Context(narrow.config, batch)

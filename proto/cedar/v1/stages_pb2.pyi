@@ -52,7 +52,7 @@ class FeatureMeta(_message.Message):
     def __init__(self, content_hash: _Optional[bytes] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "images", "sampling", "root_key", "page_keys", "hit_pages", "window", "decode_address", "decode_incarnation", "features", "prompt_tokens", "tenant", "encoder_start")
+    __slots__ = ("request_id", "token_ids", "images", "sampling", "root_key", "page_keys", "hit_pages", "window", "decode_address", "decode_incarnation", "features", "prompt_tokens", "tenant", "encoder_start", "decoder_start")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class PrefillRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ENCODER_START_FIELD_NUMBER: _ClassVar[int]
+    DECODER_START_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
     images: _containers.RepeatedCompositeFieldContainer[_common_pb2.ImageSpan]
@@ -81,7 +82,8 @@ class PrefillRequest(_message.Message):
     prompt_tokens: int
     tenant: bytes
     encoder_start: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., hit_pages: _Optional[int] = ..., window: _Optional[_Union[WindowRef, _Mapping]] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSource, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ..., encoder_start: _Optional[int] = ...) -> None: ...
+    decoder_start: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_common_pb2.ImageSpan, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., hit_pages: _Optional[int] = ..., window: _Optional[_Union[WindowRef, _Mapping]] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSource, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[bytes] = ..., encoder_start: _Optional[int] = ..., decoder_start: _Optional[int] = ...) -> None: ...
 
 class WindowRef(_message.Message):
     __slots__ = ("page_key", "tokens", "digest")
@@ -110,12 +112,14 @@ class PrefillEvent(_message.Message):
     def __init__(self, admitted: _Optional[_Union[PrefillAdmitted, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
 
 class PrefillAdmitted(_message.Message):
-    __slots__ = ("sources", "encoder_start")
+    __slots__ = ("sources", "encoder_start", "decoder_start")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     ENCODER_START_FIELD_NUMBER: _ClassVar[int]
+    DECODER_START_FIELD_NUMBER: _ClassVar[int]
     sources: _common_pb2.PromptSources
     encoder_start: int
-    def __init__(self, sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ..., encoder_start: _Optional[int] = ...) -> None: ...
+    decoder_start: int
+    def __init__(self, sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ..., encoder_start: _Optional[int] = ..., decoder_start: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("traffic", "queue_s", "compute_s", "handoff_s")
