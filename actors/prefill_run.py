@@ -216,7 +216,9 @@ class PrefillRun:
         if not request.HasField("decoder_start"):
             return scheduler.decoder_start(self._parts.engine.memory.model, prompt, record=None)
         if request.decoder_start >= prompt:
-            raise InvalidRequest("decoder_start", request.decoder_start, f"below the prompt of {prompt} tokens")
+            raise InvalidRequest(
+                "decoder_start", request.decoder_start, f"below the prompt of {prompt} tokens"
+            )
         return request.decoder_start
 
     async def _read_pages(self, lease: Lease) -> int:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from .commands import cache, config, demo, generate, model, serve, status, stop
+from .commands import cache, config, demo, eval, generate, model, serve, status, stop
 from .exits import Exit, explain
 
-COMMANDS = (serve, generate, status, stop, cache, model, config, demo)
+COMMANDS = (serve, generate, status, stop, cache, model, config, eval, demo)
 
 EPILOG = """\
 a first session:

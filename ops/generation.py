@@ -48,10 +48,11 @@ class Reply:
             f"{self.finished.completion_tokens} generated ({reason_name(self.finished.reason)})",
             f"first token {seconds(times.ttft_s)}",
         ]
-        if self.finished.completion_tokens > 1:
+        if self.finished.completion_tokens > 1 and times.decode_s > 0:  # not told of a stop string's end
             parts.append(f"{seconds(times.decode_s / (self.finished.completion_tokens - 1))} a token")
         if self.finished.retries:
-            parts.append(f"{self.finished.retries} stages run again after a failure")
+            stages = "stage" if self.finished.retries == 1 else "stages"
+            parts.append(f"{self.finished.retries} {stages} run again after a failure")
         return "[" + "; ".join(parts) + "]"
 
 

@@ -137,7 +137,8 @@ def size_table(title: str, sizes: dict[str, StoredSize]) -> RenderableType:
 
 def files_text(found: Inspection) -> str:
     """The files on disk against the plan."""
-    lines = [f"files: {len(found.shards)} shards, {size(found.file_bytes)}"]
+    shards = f"{len(found.shards)} shard{'s' * (len(found.shards) != 1)}"
+    lines = [f"files: {shards}, {size(found.file_bytes)}"]
     if found.fingerprint is not None:
         lines.append(f"every tensor is there with its shape; fingerprint {found.fingerprint.hex()}")
     lines += [f"problem: {problem}" for problem in found.problems]

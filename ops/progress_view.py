@@ -18,7 +18,8 @@ class StepView:
     """A context manager that is called with every ``Step``; safe from any thread.
 
     On a terminal each step has a line with a spinner and a clock. Elsewhere a step prints one
-    line when it ends, and a line says every ten seconds what is still going on.
+    line when it ends, and a line says every ten seconds what is still going on. Steps after ``close`` are
+    those of the stop: a line each, on a terminal too.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -68,11 +69,12 @@ class StepView:
                 self._running.setdefault(step.name, time.monotonic() - step.elapsed_s)
             else:
                 self._running.pop(step.name, None)
-            if self._bar is not None:
+            stopping = self._closed.is_set()
+            if self._bar is not None and not stopping:
                 self._show(step.name, text, step.state)
             elif step.state != "running":
-                mark = "failed" if step.state == "failed" else "ready"
-                print(f"  {mark:<7}{step.elapsed_s:5.1f} s  {text}", file=self._stream, flush=True)
+                mark = "failed" if step.state == "failed" else "stopped" if stopping else "ready"
+                print(f"  {mark:<8}{step.elapsed_s:5.1f} s  {text}", file=self._stream, flush=True)
 
     def _show(self, name: str, text: str, state: str) -> None:
         if name not in self._tasks:

@@ -101,4 +101,4 @@ def compare_turn(rng: random.Random, held_out: bool = False) -> Turn:
     return Turn("compare", "Do these pictures show the same shape?", verdict, images)
 
 
-IMAGE_TURNS: Final[tuple[Callable[..., Turn], ...]] = (digit_turn, digit_turn, figure_turn, compare_turn)
+IMAGE_TURNS: Final[tuple[Callable[..., Turn], ...]] = (digit_turn, figure_turn, compare_turn, compare_turn)

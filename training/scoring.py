@@ -37,7 +37,10 @@ def answers(ids: list[int], marks: list[bool]) -> list[tuple[int, int]]:
 
 def single_turns(rng: random.Random, count: int) -> list[list[Turn]]:
     """`count` conversations of one turn for every task but recall, images held out."""
-    makers = [*TEXT_TURNS, *(lambda r, m=m: m(r, True) for m in (digit_turn, figure_turn, compare_turn))]
+    makers = [
+        *dict.fromkeys(TEXT_TURNS),
+        *(lambda r, m=m: m(r, True) for m in (digit_turn, figure_turn, compare_turn)),
+    ]
     return [[make(rng)] for make in makers for _ in range(count)]
 
 

@@ -127,4 +127,5 @@ TEXT_TURNS: Final[tuple[Callable[[random.Random], Turn], ...]] = (
     continue_turn,
     sort_turn,
     count_turn,
+    count_turn,  # the hardest of them
 )

@@ -47,7 +47,7 @@ def corpus(seed: int, rounds: int = CORPUS_ROUNDS) -> Iterator[str]:
     sentences = filler(rng)
     for _ in range(rounds):
         yield " ".join(next(sentences) for _ in range(4))
-        turns = [make(rng) for make in TEXT_TURNS]
+        turns = [make(rng) for make in dict.fromkeys(TEXT_TURNS)]
         turns += [fact.turn for fact in make_facts(rng, 3)]
         turns += (
             [make(rng) for make in (digit_turn, figure_turn, compare_turn)] if rng.random() < 0.05 else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,9 @@ def attention_truth(args: tuple[Any, ...], picks: torch.Tensor) -> torch.Tensor:
     return _turn(o, cos[picks], -sin[picks])
 
 
-def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: int = 65_536) -> tuple[Any, ...]:
+def attention_args(
+    tokens: int, pages: torch.Tensor, queries: int = 1, context: int = 65_536
+) -> tuple[Any, ...]:
     """Arguments of one call: `tokens` queries, `queries` of a sequence, 512 entries and 128 window rows
     each.
     """
@@ -82,7 +84,7 @@ def attention_args(tokens: int, pages: torch.Tensor, queries: int = 1, context: 
     return q, pages, MAIN, table, seq, entries, window, rows, torch.randn(64, device="cuda"), rope
 
 
-def _baseline(args: tuple[Any, ...]) -> object:
+def _baseline(args: tuple[Any, ...]) -> Callable[[], object]:
     """torch's own operations on keys already gathered and in bf16."""
     q, sink = args[0], args[8]
     keys = torch.randn(q.shape[0], 640, 512, device="cuda", dtype=torch.bfloat16)
@@ -114,7 +116,7 @@ def attention_cases() -> Iterator[Case]:
             flops=tokens * 83.9e6,
             check=check,
             tolerance=2e-3,
-            reference=_baseline(copies[0]) if tokens <= 128 else None,  # type: ignore[arg-type]
+            reference=_baseline(copies[0]) if tokens <= 128 else None,
             reference_name="torch, keys gathered in bf16",
             target="60 % of floor" if tokens >= 64 else "7.5 us" if tokens == 1 else "",
         )
@@ -176,7 +178,7 @@ def index_cases() -> Iterator[Case]:
             runs=[partial(score_kernel, *a) for a in copies],
             bytes=tokens // queries * context * 68 + tokens * context * 4,
             flops=tokens * context * 8192.0,
-            check=lambda a=odd, p=picks: score_error(a, p),
+            check=partial(score_error, odd, picks),
             tolerance=1e-5,
             target="70 % of floor" if context >= 262_144 and queries == 1 else "",
         )
@@ -201,7 +203,7 @@ def index_cases() -> Iterator[Case]:
         yield Case(
             operation="index scores, gathered pool",
             shape=f"16384 of N={context}",
-            runs=[lambda i=i: score_kernel(*i[0], entries=i[1]) for i in sets],
+            runs=[partial(score_kernel, *args, entries=pool) for args, pool in sets],
             bytes=16_384 * (68 + 4 + 4),
             flops=134e6,
             check=check_pool,
@@ -216,10 +218,10 @@ def index_cases() -> Iterator[Case]:
         yield Case(
             operation="index scores, prefill",
             shape=f"{tokens} queries, N={context}",
-            runs=[lambda a=args: score_kernel(*a)],
+            runs=[partial(score_kernel, *args)],
             bytes=context * 68 + tokens * context * 4.0,
             flops=8192.0 * float(visible.double().sum()),
-            check=lambda a=half, p=picks: score_error(a, p),
+            check=partial(score_error, half, picks),
             tolerance=1e-5,
             target="55 % of arithmetic" if tokens == 4096 else "",
         )
@@ -252,10 +254,10 @@ def select_cases() -> Iterator[Case]:
         yield Case(
             operation="top 512",
             shape=f"{rows} × {count}",
-            runs=[lambda x=x: top_k(x, 512) for x in copies],
+            runs=[partial(top_k, x, 512) for x in copies],
             bytes=rows * count * 4.0 + rows * 2048,
             check=check,
-            reference=lambda x=copies[0]: torch.topk(x, 512, dim=1),
+            reference=partial(torch.topk, copies[0], 512, 1),
             reference_name="torch.topk",
             target={16_384: "15 us", 1_048_576: "6x torch.topk" if rows == 1 else "5x torch.topk"}.get(
                 count, ""
@@ -278,9 +280,9 @@ def select_cases() -> Iterator[Case]:
         yield Case(
             operation="candidate blocks",
             shape=f"16 × 2048 of {count}",
-            runs=[lambda b=b, v=visible: keep_blocks(b, v, 8, 2048) for b in best],
+            runs=[partial(keep_blocks, b, visible, 8, 2048) for b in best],
             bytes=16 * count * 4.0,
             check=check_blocks,
-            reference=lambda b=best[0]: torch.topk(b, 2048, dim=1),
+            reference=partial(torch.topk, best[0], 2048, 1),
             reference_name="torch.topk",
         )

@@ -65,14 +65,14 @@ def expert_cases() -> Iterator[Case]:
     weights = packed_experts(EXPERTS)
     for tokens in (1, 4, 16, 64, 128, 4096):
         calls = [routed(tokens, EXPERTS) for _ in range(8 if tokens < 16 else 2)]
-        touched = sum(len(ids.unique()) for _, ids, _ in calls) / len(calls)
+        touched = sum(int(torch.bincount(ids.flatten()).count_nonzero()) for _, ids, _ in calls) / len(calls)
         yield Case(
             operation="experts",
             shape=f"{tokens} tokens, {touched:.0f} experts",
-            runs=[lambda c=c: grouped_experts(*c, weights, LIMIT) for c in calls],
+            runs=[partial(grouped_experts, x, ids, w, weights, LIMIT) for x, ids, w in calls],
             bytes=touched * EXPERT_BYTES,
             flops=tokens * CHOSEN * 6.0 * WIDTH * INNER,
-            check=lambda n=tokens: check(min(n, 133) + 3),
+            check=partial(check, min(tokens, 133) + 3),
             tolerance=2e-3,
             target="65 % of bandwidth" if tokens < 4096 else "50 % of arithmetic",
         )
@@ -104,12 +104,12 @@ def linear_cases() -> Iterator[Case]:
             yield Case(
                 operation=f"linear fp8, {name}",
                 shape=f"{tokens} × {columns} → {outputs}",
-                runs=[lambda w=w, x=x: linear_fp8(x, *w) for w in stored],
+                runs=[partial(linear_fp8, x, *w) for w in stored],
                 bytes=outputs * columns * (1 + 1 / 1024) + tokens * 2 * (outputs + columns),
                 flops=2.0 * tokens * outputs * columns,
                 check=check,
                 tolerance=2e-3,
-                reference=lambda x=x, w=wide: x @ w.T,
+                reference=partial(torch.mm, x, wide.T),
                 reference_name="cuBLAS, bf16 weights",
                 target="65 % of bandwidth",
             )
@@ -120,15 +120,12 @@ def linear_cases() -> Iterator[Case]:
         yield Case(
             operation="grouped output",
             shape=f"{tokens} × 8 × 4096 → 8 × 1024",
-            runs=[lambda w=w, o=o: grouped_output(o, w) for w in heavy],
+            runs=[partial(grouped_output, o, w) for w in heavy],
             bytes=heavy[0].numel() * 2.0 + tokens * 2 * (32768 + 8192),
             flops=2.0 * tokens * 8 * 1024 * 4096,
-            check=lambda o=o: relative_error(
-                grouped_output(o, heavy[0]),
-                torch.einsum("ngc,grc->ngr", o.double(), heavy[0].double()).flatten(1),
-            ),
+            check=partial(_grouped_error, o, heavy[0]),
             tolerance=2e-3,
-            reference=lambda o=o: torch.bmm(o.transpose(0, 1), heavy[0].transpose(1, 2)),
+            reference=partial(torch.bmm, o.transpose(0, 1), heavy[0].transpose(1, 2)),
             reference_name="cuBLAS bmm",
             target="65 % of bandwidth",
         )
@@ -168,7 +165,7 @@ def cache_cases() -> Iterator[Case]:
         yield Case(
             operation="compress into pages",
             shape=f"{tokens} tokens, m=2",
-            runs=[lambda a=args: write_entries(*a)],
+            runs=[partial(write_entries, *args)],
             bytes=groups * (8192 + 356.0),
             flops=groups * 2 * 512 * 128.0,
             check=check,
@@ -192,7 +189,7 @@ def cache_cases() -> Iterator[Case]:
         yield Case(
             operation="window keys",
             shape=f"{tokens} tokens",
-            runs=[lambda c=call: write_window(*c)],
+            runs=[partial(write_window, *call)],
             bytes=tokens * (1024 + 528 + 256.0),
             check=check_window,
             target="one launch",
@@ -202,14 +199,28 @@ def cache_cases() -> Iterator[Case]:
         yield Case(
             operation="pack index queries",
             shape=f"{tokens} × 32 × 128",
-            runs=[lambda x=x: pack_fp4(x, False)],
+            runs=[partial(pack_fp4, x, False)],
             bytes=tokens * 32 * (256 + 68.0),
-            check=lambda x=x: float(
-                sum(
-                    int((a != b).sum()) for a, b in zip(pack_fp4(x, False), fp4_ref.pack_e8m0(x), strict=True)
-                )
-            ),
+            check=partial(_pack_error, x),
         )
+
+
+def _route(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return select(linear_bf16(x, weight, torch.float32), bias, CHOSEN, 1.5)
+
+
+def _gate_error(call: tuple[Any, ...]) -> float:
+    return relative_error(engram_gate(*call), engram_gate_ref.engram_gate(*call))
+
+
+def _grouped_error(o: torch.Tensor, weight: torch.Tensor) -> float:
+    truth = torch.einsum("ngc,grc->ngr", o.double(), weight.double()).flatten(1)
+    return relative_error(grouped_output(o, weight), truth)
+
+
+def _pack_error(x: torch.Tensor) -> float:
+    pairs = zip(pack_fp4(x, False), fp4_ref.pack_e8m0(x), strict=True)
+    return float(sum(int((a != b).sum()) for a, b in pairs))
 
 
 def small_cases() -> Iterator[Case]:
@@ -227,17 +238,20 @@ def small_cases() -> Iterator[Case]:
             truth = mhc_ref.mix(x, fn, scale, base, 1e-20, 1e-6, 20)
             return max(relative_error(a, b) for a, b in zip(out, truth, strict=True))
 
-        def check_boundary(x: torch.Tensor = x, y: torch.Tensor = y, m: tuple[Any, ...] = (pre, post, comb)) -> float:
-            new, row = boundary(x, (y, m[1], m[2]), m[0], norm)
-            truth = mhc_ref.expand(x, y, m[1], m[2])
-            rows = norm_ref.rms_norm(mhc_ref.collapse(truth, m[0]), *norm)
+        def check_boundary(
+            x: torch.Tensor = x, y: torch.Tensor = y, mixes: tuple[Any, ...] = (pre, post, comb)
+        ) -> float:
+            pre, post, comb = mixes
+            new, row = boundary(x, (y, post, comb), pre, norm)
+            truth = mhc_ref.expand(x, y, post, comb)
+            rows = norm_ref.rms_norm(mhc_ref.collapse(truth, pre), *norm)
             assert row is not None
             return float((new != truth).sum() + (row != rows).sum()) / new.numel()
 
         yield Case(
             operation="mHC mix",
             shape=f"{tokens} tokens",
-            runs=[lambda x=x: mix(x, fn, scale, base, 1e-20, 1e-6, 20)],
+            runs=[partial(mix, x, fn, scale, base, 1e-20, 1e-6, 20)],
             bytes=tokens * 4 * WIDTH * 2.0 + fn.numel() * 4,
             flops=tokens * 48.0 * 4 * WIDTH,
             check=check_mix,
@@ -246,7 +260,7 @@ def small_cases() -> Iterator[Case]:
         yield Case(
             operation="mHC expand, collapse, norm",
             shape=f"{tokens} tokens",
-            runs=[lambda x=x, y=y, p=pre, q=post, c=comb: boundary(x, (y, q, c), p, norm)],
+            runs=[partial(boundary, x, (y, post, comb), pre, norm)],
             bytes=tokens * (8 * WIDTH + 2 * WIDTH) * 2.0,
             check=check_boundary,
             target="60 % of bandwidth" if tokens == 4096 else "",
@@ -255,7 +269,7 @@ def small_cases() -> Iterator[Case]:
         bias = torch.randn(EXPERTS, device="cuda") * 0.05
 
         def check_route(y: torch.Tensor = y, gate: torch.Tensor = gate, bias: torch.Tensor = bias) -> float:
-            ids, weights = select(linear_bf16(y, gate, torch.float32), bias, CHOSEN, 1.5)
+            ids, weights = _route(y, gate, bias)
             truth_ids, truth = router_ref.route(y, gate, bias, CHOSEN, 1.5)
             same = (ids == truth_ids).all(1)
             return float(1 - same.float().mean()) + float((weights - truth)[same].abs().max())
@@ -263,7 +277,7 @@ def small_cases() -> Iterator[Case]:
         yield Case(
             operation="router",
             shape=f"{tokens} tokens",
-            runs=[lambda y=y, g=gate, b=bias: select(linear_bf16(y, g, torch.float32), b, CHOSEN, 1.5)],
+            runs=[partial(_route, y, gate, bias)],
             bytes=tokens * WIDTH * 2.0 + gate.numel() * 2,
             flops=tokens * 2.0 * EXPERTS * WIDTH,
             check=check_route,
@@ -272,12 +286,12 @@ def small_cases() -> Iterator[Case]:
         key = torch.randn_like(x)
         q, k = (torch.randn(4, WIDTH, device="cuda").to(torch.bfloat16) for _ in range(2))
         image = torch.rand(tokens, device="cuda") < 0.2
-        call = (x, key, y, q, k, image, 1e-20)
+        gated = (x, key, y, q, k, image, 1e-20)
         yield Case(
             operation="Engram gate",
             shape=f"{tokens} tokens",
-            runs=[lambda c=call: engram_gate(*c)],
+            runs=[partial(engram_gate, *gated)],
             bytes=tokens * (12 * WIDTH + WIDTH) * 2.0,
-            check=lambda c=call: relative_error(engram_gate(*c), engram_gate_ref.engram_gate(*c)),
+            check=partial(_gate_error, gated),
             tolerance=1e-3,
         )

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """Timing and error measures of the kernel benchmark: graph replays over rotating inputs, medians, floors."""
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def graph_time_us(
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000.0 / (rounds * len(runs)))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def eager_time_us(run: Callable[[], object], *, repeats: int = 10) -> float:
@@ -91,7 +92,7 @@ def eager_time_us(run: Callable[[], object], *, repeats: int = 10) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000.0)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,26 +50,29 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=_at_least_one, metavar="N", help="default: the cluster's")
+    sampling.add_argument("--max-tokens", type=whole(1), metavar="N", help="default: the cluster's")
     sampling.add_argument(
         "--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token"
     )
     sampling.add_argument("--top-p", type=float, default=0.0, metavar="P", help="0 or 1: off")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
+    sampling.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="0: off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
     sampling.add_argument(
-        "--seed", type=int, metavar="N", help="same seed, same answer (default: a random one)"
+        "--seed",
+        type=whole(0, bits=64),
+        metavar="N",
+        help="same seed, same answer (default: a random one)",
     )
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
     sampling.add_argument(
-        "--logprobs", type=int, default=0, metavar="N", help="alternatives a token; with --json"
+        "--logprobs", type=whole(0), default=0, metavar="N", help="alternatives a token; with --json"
     )
     output = parser.add_argument_group("output and connection")
     output.add_argument(
         "--json", action="store_true", help="one JSON object a line: each token, then the summary"
     )
     output.add_argument("--quiet", action="store_true", help="no summary line")
-    output.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
+    output.add_argument("--timeout", type=above_zero, metavar="SECONDS", help="give up after this long")
     add_target(output)
     parser.set_defaults(run=run)
 
@@ -173,8 +177,26 @@ def _read_image(path: Path) -> bytes:
     return content
 
 
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
+def whole(least: int, bits: int = 32) -> Callable[[str], int]:
+    """An argument's type: a whole number from ``least`` that a message's field of ``bits`` bits can hold."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        if value >= 1 << bits:
+            raise argparse.ArgumentTypeError(f"{value} does not fit into {bits} bits")
+        return value
+
+    return integer
+
+
+def above_zero(text: str) -> float:
+    """An argument's type: a duration."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
     return value

@@ -23,6 +23,7 @@ examples:
   cedar status --watch          again every second, until Ctrl-C
   cedar status --json | jq '.workers[] | select(.error != "")'
 
+The store's counters are those that are not 0; --json has all, and docs/operations.md says what each means.
 Exit code 3 when no cluster runs here, 1 when one of its workers does not answer.
 """
 
@@ -154,7 +155,7 @@ def as_tables(found: ClusterStatus) -> Group:
                 name,
                 *("" if (value := answer.get(name)) is None else _shown(name, value) for answer in answers),
             )
-            for name in sorted({name for answer in answers for name in answer})
+            for name in sorted({name for answer in answers for name, value in answer.items() if value})
         ]
         nodes = ("counter", *(worker.entry.address for worker in stores))
         parts.append(table("store", nodes, shown, "l" + "r" * len(stores)))

@@ -91,7 +91,7 @@ class TestSettle:
     def test_resuming_without_the_record_goes_back_to_where_its_decoder_began(self) -> None:
         begins = scheduler.decoder_start(M, 160, record=150, record_start=48)
         assert begins == 48, "fewer than 16 tokens were added: the record's rings are read"
-        got = scheduler.settle(170, begins, HitPlan(0, 5, False), arrived=5, record=None, first_start=0)
+        got = scheduler.settle(M, 170, begins, HitPlan(0, 5, False), arrived=5, record=None, first_start=0)
         assert got == Prefix(0, 5, 0, 0)
         assert scheduler.decoder_start(M, 166, record=150, record_start=48) == 150
         assert scheduler.decoder_start(M, 9, record=None) == 0

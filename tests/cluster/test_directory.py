@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from cedar.cluster.announcer import Announcer
 from cedar.cluster.directory import DirectoryState, Load, View, ViewKeeper, Worker, counts
@@ -125,6 +127,23 @@ async def test_announcer_tells_its_worker_when_the_store_moves() -> None:
     await directory.announce(worker("s:2", stage="store"))
     await announcer.announce()
     assert told == ["s:1", "s:2"]
+
+
+async def test_an_announcer_that_a_bug_has_ended_says_so() -> None:
+    def broken() -> Worker:
+        raise RuntimeError("a bug")
+
+    announcer = Announcer(LocalDirectory(), broken, heartbeat_s=60)
+    assert not announcer.failed
+    announcer.start()
+    await asyncio.sleep(0.01)
+    assert announcer.failed, "its worker must be replaced"
+    well = Announcer(LocalDirectory(), worker, heartbeat_s=60)
+    well.start()
+    await asyncio.sleep(0.01)
+    assert not well.failed
+    await well.stop()
+    assert not well.failed
 
 
 async def test_stopped_announcer_says_goodbye() -> None:

@@ -145,7 +145,9 @@ def test_settings_reach_the_workers() -> None:
     assert prefill_config(config, "h").chunk_pages == 3
     assert (decode_config(config, "h").pages, decode_config(config, "h").host) == (77, "h")
     assert decode_config(config, "h").page_tokens == 32
-    images = load_config("local-cpu", ["gateway.max_image_bytes=25000000", "gateway.max_image_pixels=80000000"])
+    images = load_config(
+        "local-cpu", ["gateway.max_image_bytes=25000000", "gateway.max_image_pixels=80000000"]
+    )
     assert encoder_config(images, "h").max_image_bytes == 25_000_000, "what the gateway lets in is encoded"
     assert encoder_config(images, "h").max_image_pixels == 80_000_000
     store = store_config(config, "/s", "h")

@@ -15,7 +15,7 @@ from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
 from cedar.v1 import stages_pb2 as stages
 
-from .in_process import Stack, collect, finished_of, idle, local_config, running, status_of
+from .in_process import Stack, collect, finished_of, idle, local_config, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -116,7 +116,7 @@ async def test_a_closed_channel_is_a_failure_of_the_call_not_a_cancelled_request
         await asyncio.sleep(30)
         yield b""
 
-    method = grpc.unary_stream_rpc_method_handler(hang)
+    method: Any = grpc.unary_stream_rpc_method_handler(hang)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("cedar.v1.Prefill", {"Prefill": method}),)
     )

@@ -1,6 +1,6 @@
 """Streams that lose their Decode worker again and again, on every way a prompt can be computed.
 
-Each case runs twice on fresh workers: undisturbed, and with two deaths. Tokens and log-probabilities are equal.
+Each case runs twice on fresh workers, undisturbed and with two deaths: tokens and log-probabilities agree.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,11 +15,22 @@ from cedar.cluster.worker_configs import decode_config
 from cedar.v1 import common_pb2 as common
 from cedar.v1 import generation_pb2 as pb
 
-from .in_process import HOST, IMAGE, Stack, collect, finished_of, idle, local_config, network, running, tokens_of
+from .in_process import (
+    HOST,
+    IMAGE,
+    Stack,
+    collect,
+    finished_of,
+    idle,
+    local_config,
+    network,
+    running,
+    tokens_of,
+)
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-COUNT = 44
+COUNT = 34
 Ids = list[int]
 Prepare = Callable[[Stack, Client], Awaitable[pb.GenerateRequest]]
 
@@ -62,9 +73,11 @@ def held_by_the_store(length: int, image_at: int | None = None) -> Prepare:
     async def prepare(stack: Stack, client: Client) -> pb.GenerateRequest:
         request = await held_by_prefill(length, image_at)(stack, client)
         await idle(stack)
-        for worker in (*stack.prefills, *stack.decode):
-            pool = worker.pages if isinstance(worker, DecodeWorker) else worker.parts.engine.pages
-            pool.drop_cached()
+        for prefill in stack.prefills:
+            assert prefill.parts is not None
+            prefill.parts.engine.pages.drop_cached()
+        for decode in stack.decode:
+            decode.pages.drop_cached()
         return request
 
     return prepare
@@ -122,9 +135,7 @@ async def answer(
     [
         pytest.param(cold(64), 1.1, id="cold, ends on a page"),
         pytest.param(cold(9), 0.0, id="cold, shorter than the window"),
-        pytest.param(cold(120, 20), 1.1, id="cold with an image"),
         pytest.param(held_by_prefill(64), 1.1, id="in Prefill, wholly"),
-        pytest.param(held_by_the_store(103), 0.0, id="in the store"),
         pytest.param(held_by_the_store(120, 60), 1.1, id="in the store, replayed inside an image"),
         pytest.param(second_turn(53, 3), 1.1, id="from a record at a page's end"),
         pytest.param(second_turn(120, 40, 20), 1.1, id="from a record behind an image"),
@@ -133,7 +144,7 @@ async def answer(
 async def test_two_deaths_change_nothing(prepare: Prepare, temperature: float, tmp_path: Path) -> None:
     expected, end, sources = await answer(prepare, tmp_path / "a", (), temperature)
     assert (len(expected), end.retries) == (COUNT, 0)
-    told, end, again = await answer(prepare, tmp_path / "b", (7, 30), temperature)
+    told, end, again = await answer(prepare, tmp_path / "b", (5, 20), temperature)
     assert again == sources, "both went the same way"
     assert told == expected
     assert end.retries >= 2
@@ -143,7 +154,7 @@ async def test_two_deaths_change_nothing(prepare: Prepare, temperature: float, t
 async def test_nor_does_losing_the_record_that_it_went_on_from(more: int, tmp_path: Path) -> None:
     expected, _, sources = await answer(second_turn(70, more), tmp_path / "a", ())
     assert sources.state_restored
-    told, end, again = await answer(second_turn(70, more), tmp_path / "b", (20,), forget=True)
+    told, end, again = await answer(second_turn(70, more), tmp_path / "b", (12,), forget=True)
     assert (again, end.retries) == (sources, 1)
     assert told == expected
 

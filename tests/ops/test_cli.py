@@ -140,6 +140,18 @@ def test_mistakes_are_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--max-tokens=0", "--top-k=-3", "--seed=-1", f"--seed={1 << 64}", "--logprobs=-1", f"--top-k={1 << 32}",
+     "--timeout=0", "--timeout=nan", "--timeout=soon", "--seed=x"],
+)  # fmt: skip
+def test_numbers_that_no_request_can_carry(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["generate", "hello", option])
+    assert left.value.code == 2
+    assert f"argument {option.split('=')[0]}" in capsys.readouterr().err
+
+
 def test_config_show_is_a_file_that_check_accepts(
     capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

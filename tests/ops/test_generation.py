@@ -84,6 +84,15 @@ async def test_text_streams_and_cannot_steer_the_terminal(served: tuple[Gateway,
     )
 
 
+def test_summary_leaves_out_what_was_not_measured() -> None:
+    finished = generation_pb2.Finished(
+        reason=common_pb2.FINISH_REASON_STOP_STRING, completion_tokens=3, retries=1
+    )
+    summary = Reply("r", finished=finished).summary()
+    assert "a token" not in summary, "a stop string's end comes without Decode's time"
+    assert summary.endswith("; 1 stage run again after a failure]")
+
+
 async def test_json_is_one_object_a_line(served: tuple[Gateway, str]) -> None:
     _, address = served
     out = io.StringIO()

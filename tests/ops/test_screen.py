@@ -53,6 +53,21 @@ def test_progress_in_a_log_is_one_line_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert "no room" in lines[1]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_steps_of_a_stop_are_not_called_ready(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    with StepView(out) as view:
+        view.close()
+        before = out.getvalue()
+        with Progress(view).step("ray"):
+            pass
+    said = out.getvalue().removeprefix(before)
+    assert "stopped" in said
+    assert "ready" not in said
+
+
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -30,7 +30,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterStatus:
         WorkerReport(entries[1], error="unavailable"),
         WorkerReport(entries[2], busy),
         WorkerReport(entries[3], stages_pb2.WorkerStatus(draining=True, slots_total=8)),
-        WorkerReport(entries[4], store={"store_pages": 12.0, "store_disk_bytes": 40960.0}),
+        WorkerReport(
+            entries[4], store={"store_pages": 12.0, "store_disk_bytes": 40960.0, "store_puts_refused": 0.0}
+        ),
         WorkerReport(entries[5], store={"store_pages": 13.0}),
     )
     model = generation_pb2.GetModelResponse(name="tiny", bytes_per_token=106, page_tokens=32, page_bytes=3392)
@@ -48,6 +50,7 @@ def test_table(cluster: ClusterStatus, capsys: pytest.CaptureFixture[str]) -> No
     assert "2/4" in rows["prefill"]
     assert "draining" in rows["decode"]
     assert "40.0 KiB" in rows["store_disk_bytes"]
+    assert "store_puts_refused" not in rows, "what never happened takes no line"
     assert rows["store_pages"].split()[-2:] == ["12", "13"], "every node has its column"
     assert "106 bytes a token" in out
 
