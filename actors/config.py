@@ -44,7 +44,8 @@ class PagedConfig(WorkerConfig):
     one that is silent for ``store_timeout_s`` is a miss. ``store_tls``: certificates for the way there.
     ``put_queue_bytes`` bounds pages that wait to be stored; what does not fit is dropped and counted.
     ``store_wait_s`` bounds how long a request's last event waits for the store to acknowledge its puts;
-    tokens never wait for it.
+    tokens never wait for it. ``share_replayed_pages``: pages computed after a bounded replay, whose bytes
+    depend slightly on where the hit was, may serve other requests; off, they stay with their own request.
     """
 
     page_tokens: int | None = Field(default=None, ge=1)
@@ -55,6 +56,7 @@ class PagedConfig(WorkerConfig):
     store_timeout_s: float = Field(default=1.0, gt=0)
     put_queue_bytes: int = Field(default=64 << 20, ge=0)
     store_wait_s: float = Field(default=1.0, ge=0)
+    share_replayed_pages: bool = True
 
 
 class PrefillConfig(PagedConfig):

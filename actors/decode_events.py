@@ -66,6 +66,8 @@ class EngineEvents:
         key = page_key(parent, event.ids, image_parts(request.images, start, start + page_tokens))
         request.keys.append(key)
         request.pages_sealed += 1
+        if request.after_replay and not worker.config.share_replayed_pages:
+            return
         worker.pages.seal(request.pages[event.page], key)
         if worker.store.connected:
             value = seal_value(

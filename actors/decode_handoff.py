@@ -25,7 +25,7 @@ from cedar.actors.store_writer import Receipt
 from cedar.actors.token_log import TokenLog
 from cedar.actors.wire_prompt import WirePrompt
 from cedar.kvstore.frames import Frame, FrameKind, decode_frame, encode_frame
-from cedar.kvstore.header import HEADER_BYTES, open_value
+from cedar.kvstore.header import FLAG_AFTER_REPLAY, HEADER_BYTES, open_value, read_header
 from cedar.v1.common_pb2 import FinishReason, TokenEvent
 from cedar.v1.stages_pb2 import (
     FirstToken,
@@ -188,7 +188,9 @@ async def _receive(
                 )
                 worker.pages.check(request.pages[index])
                 memory.pages.write(request.pages[index].slot, payload)
-                worker.pages.seal(request.pages[index], request.keys[index])
+                replayed = read_header(value).flags & FLAG_AFTER_REPLAY
+                if worker.config.share_replayed_pages or not replayed:
+                    worker.pages.seal(request.pages[index], request.keys[index])
         elif frame.kind == FrameKind.HANDOFF_STATE:
             assembly.state(frame)
         elif frame.kind == FrameKind.HANDOFF_TOKEN:

@@ -288,15 +288,19 @@ class PrefillRun:
                 self._offer(lease, prefix, index, handoff)
             decoder_from = self._decoder_start if prompt.generated else None
             chunk_tokens = self._parts.config.chunk_pages * model.page_tokens
+            shared = self._parts.config.share_replayed_pages or not prefix.after_replay
             sealed = max(prefix.pages, state.length // model.page_tokens)
             while state.length < len(prompt.ids):
                 handoff.check()
                 upto = scheduler.chunk_end(state.length, len(prompt.ids), chunk_tokens)
                 await engine.chunk(state, upto, features, decoder_from)
                 for index in range(sealed, state.length // model.page_tokens):
-                    engine.seal(lease, index, prompt.keys[index])
+                    self._traffic.pages_sealed += 1
+                    if shared:
+                        engine.seal(lease, index, prompt.keys[index])
                     self._offer(lease, prefix, index, handoff)
-                    self._store(lease, prefix, index)
+                    if shared:
+                        self._store(lease, prefix, index)
                     sealed = index + 1
             first, window = await engine.finish(state, self._sampling, prefix.origin)
         ended = time.monotonic()
@@ -311,7 +315,6 @@ class PrefillRun:
         handoff.offer(index, lambda: self._value(lease, prefix, index))
 
     def _store(self, lease: Lease, prefix: Prefix, index: int) -> None:
-        self._traffic.pages_sealed += 1
         if self._parts.store.connected:
             value = self._value(lease, prefix, index)
             self._parts.store.writer.put_page(index, self._prompt.keys[index], value, self._receipt)

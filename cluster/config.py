@@ -176,6 +176,9 @@ class StoreSettings(Settings):
     """Memory for window state per node."""
     window_ttl_s: Seconds = 600.0
     """Seconds that window state is kept after its last use."""
+    share_replayed_pages: bool = True
+    """Pages computed after a bounded replay may serve other requests of their tenant. Their bytes depend
+    slightly on where the hit was, which the model is trained for; off, they stay with their own request."""
     durability: Literal["batch", "none"] = "batch"
     """When a put is acknowledged: its batch is on disk, or (none) handed to the kernel."""
     copies: Count = 2

@@ -51,6 +51,7 @@ def prefill_config(config: ClusterConfig, host: str) -> PrefillConfig:
         put_queue_bytes=stage.put_queue_bytes,
         store_timeout_s=config.deadlines.store_s,
         store_tls=store_tls(config),
+        share_replayed_pages=config.store.share_replayed_pages,
     )
 
 
@@ -71,6 +72,7 @@ def decode_config(config: ClusterConfig, host: str) -> DecodeConfig:
         put_queue_bytes=stage.put_queue_bytes,
         store_timeout_s=config.deadlines.store_s,
         store_tls=store_tls(config),
+        share_replayed_pages=config.store.share_replayed_pages,
     )
 
 

@@ -4,7 +4,7 @@
 
 A slot is one choice of one token: token·k + choice. Slots of one expert are laid out in tiles of T, so
 that every weight byte is
-read once per tile. `weights_hopper` does the products on Hopper; elsewhere `linear_triton.packed_rows` does.
+read once per tile. `experts_hopper` does the products on Hopper; elsewhere `linear_triton.packed_rows` does.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def grouped_experts(
     slots, owners, tiles = _tiles_of(ids, experts, together)
     y = torch.empty(slots_count, width, dtype=torch.bfloat16, device=x.device)
     if fast and together == 64:
-        from cedar.kernels.weights_hopper import expert_hidden_wide, expert_output_wide
+        from cedar.kernels.experts_hopper import expert_hidden_wide, expert_output_wide
 
         hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
         expert_hidden_wide[(inner // 64, tiles)](
@@ -164,7 +164,7 @@ def grouped_experts(
         )
         expert_output_wide[(width // 64, tiles)](hidden, slots, owners, w2, s2, y, width, inner, num_warps=4)
     elif fast:
-        from cedar.kernels.weights_hopper import expert_hidden, expert_output
+        from cedar.kernels.experts_hopper import expert_hidden, expert_output
 
         hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
         expert_hidden[(inner // 64, tiles)](

@@ -3,7 +3,7 @@
 tokens) or a library
 product on weights expanded for the call (many).
 
-`weights_hopper` has the kernel for few tokens on Hopper; `_rows` here is the one for every other shape.
+`weights_hopper` has the kernel for few tokens on Hopper; `packed_rows` here is the one for every other shape.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser(
         "eval",
         help="accuracy of a small model by task, length and way of serving",
-        description="Ask generated questions (recall, lists, sums, pictures) and count right answers, in "
-        "this process: cold, after prefix hits with and without window record, with and without replay and pool.",
+        description="Ask generated questions (recall, lists, sums, pictures) in this process and count right "
+        "answers: cold, after prefix hits with and without window record, with and without replay and pool.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -68,6 +68,30 @@ async def test_without_its_window_record_a_hit_from_the_store_replays(
         assert cluster.prefill.counters["store_windows_missed"] == 1
 
 
+@pytest.mark.parametrize("share", [True, False])
+async def test_pages_after_a_replay_are_shared_unless_the_config_isolates_them(
+    rig: Any, single: Any, prompt: Any, share: bool
+) -> None:
+    ids = prompt(23, 75)
+    longer = [*ids, *prompt(24, 60)]
+    settings = {"share_replayed_pages": share}
+    async with rig(store=True, prefill=settings, decode=settings) as cluster:
+        await cluster.generate(cluster.request(ids, 2))
+        reply = await cluster.generate(cluster.request(longer, 40, hit_pages=2))
+        assert reply.sources.replayed_tokens == 16
+        assert reply.ids == single.replayed(longer, 2, 40)
+        assert reply.done.traffic.pages_sealed == 2
+        assert reply.end.pages_sealed == 1
+        stored = reply.done.traffic.pages_stored, reply.end.pages_stored
+        assert stored == ((2, 1) if share else (0, 0))
+        # The same prompt again: the pages of the replay are hits, or they never were.
+        again = await cluster.generate(cluster.request(longer, 1, hit_pages=4))
+        hits = again.sources.hit_local_tokens + again.sources.hit_store_tokens
+        assert hits == (128 if share else 64)
+        if not share:
+            assert again.ids == reply.ids[:1]
+
+
 async def test_a_promise_that_the_store_does_not_keep_is_a_shorter_hit(
     rig: Any, single: Any, prompt: Any
 ) -> None:

@@ -15,6 +15,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from cedar.kernels import (
     compress_triton,
+    experts_hopper,
     index_scores_hopper,
     mhc_triton,
     select_triton,
@@ -83,9 +84,9 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (weights_hopper.linear_rows, {"columns": 5120, "KIND": 0, "T": 8, "SPLITS": 4}, {"out_ptr": "*bf16"}, 4),
     (weights_hopper.linear_wide, {"columns": 5120}, {"out_ptr": "*bf16"}, 4),
-    (weights_hopper.expert_hidden, {"columns": 5120, "T": 8}, {"weight_ptr": "*fp32", "out_ptr": "*bf16"}, 4),
-    (weights_hopper.expert_hidden_wide, {"columns": 5120}, {"weight_ptr": "*fp32", "out_ptr": "*bf16"}, 4),
-    (weights_hopper.expert_output, {"columns": 2304, "T": 8}, {"out_ptr": "*bf16"}, 4),
+    (experts_hopper.expert_hidden, {"columns": 5120, "T": 8}, {"weight_ptr": "*fp32", "out_ptr": "*bf16"}, 4),
+    (experts_hopper.expert_hidden_wide, {"columns": 5120}, {"weight_ptr": "*fp32", "out_ptr": "*bf16"}, 4),
+    (experts_hopper.expert_output, {"columns": 2304, "T": 8}, {"out_ptr": "*bf16"}, 4),
     (select_triton._guess, {"B": 2048, "MODE": 0}, {}, 8),
     (select_triton._filter, {"FEW": 2048, "B": 256, "MODE": 0}, {}, 8),
     (
