@@ -14,6 +14,7 @@ from dataclasses import replace
 import lmdb
 from cedar.kvstore.clock import Clock
 from cedar.kvstore.config import SsdConfig
+from cedar.kvstore.header import read_header
 from cedar.kvstore.index import PageIndex
 from cedar.kvstore.put import PutItem
 from cedar.kvstore.rows import Row
@@ -72,7 +73,8 @@ class Committer:
                 self._counters.add("store_put_bytes", size)
                 self._counters.observer.committed(len(values), time.monotonic() - started_s)
                 for item in items.values():
-                    self._counters.observer.stored("ssd", item.tenant, len(item.value))
+                    tokens = read_header(item.value).tokens
+                    self._counters.observer.stored("ssd", item.tenant, len(item.value), tokens)
                 self._publish(segment, rows)
                 return ""
         return "full"

@@ -171,15 +171,19 @@ class StoreMetrics(_Instruments, Observer):
     """Metrics of one node: set as ``Counters.observer``, it is told of every event. Any thread.
 
     ``stats``: the node's gauges by name, asked for at each scrape. ``tenants``: bytes held by tenant domain.
+    ``page_tokens``: of the pages held; 0 while none is, and learnt from the first one stored.
     """
 
     def __init__(
-        self, stats: Callable[[], Mapping[str, float]], tenants: Callable[[], Mapping[bytes, int]]
+        self,
+        stats: Callable[[], Mapping[str, float]],
+        tenants: Callable[[], Mapping[bytes, int]],
+        page_tokens: int = 0,
     ) -> None:
         super().__init__(NODE_METRICS)
         self._stats = stats
         self._tenant_bytes = tenants
-        self._page_tokens = 0
+        self._page_tokens = page_tokens
 
     def refresh(self) -> None:
         """Set the gauges."""

@@ -167,7 +167,7 @@ class StoreNode:
         config = self.config
         if config.metrics_port is None:
             return
-        self.metrics = StoreMetrics(self._gauges, self.ssd.tenant_bytes)
+        self.metrics = StoreMetrics(self._gauges, self.ssd.tenant_bytes, self.ssd.page_tokens())
         try:
             self.metrics_port = self.metrics.serve(config.metrics_port, config.metrics_host)
         except OSError as error:

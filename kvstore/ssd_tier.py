@@ -259,6 +259,22 @@ class SsdTier:
 
     # ---- for operators ----
 
+    def page_tokens(self) -> int:
+        """Tokens of a page, as the first readable page held says; 0 when there is none. Not a use."""
+        for key in next(self.listing(16), []):
+            entry = self._index.get(key)
+            if entry is None or not entry.segment.hold():
+                continue
+            try:
+                header = entry.segment.header(key, entry.offset, entry.size)
+            except (CorruptValue, lmdb.Error):
+                continue
+            finally:
+                entry.segment.let_go()
+            if header is not None:
+                return header.tokens
+        return 0
+
     def describe(self, key: bytes) -> StoredPage | None:
         """What is known of a page, expired or not. Not a use."""
         entry = self._index.get(key)

@@ -71,9 +71,7 @@ def test_a_flipped_bit_is_a_miss_and_only_there(region: str, open_tier: Any, cha
 
 
 @pytest.mark.parametrize("region", ["magic", "tokens", "length", "key", "checksum", "checksum end"])
-def test_a_damaged_copy_found_by_a_put_is_replaced(
-    region: str, open_tier: Any, chains: Any, tmp_path: Path
-):
+def test_a_damaged_copy_found_by_a_put_is_replaced(region: str, open_tier: Any, chains: Any, tmp_path: Path):
     tier = open_tier()
     keys = chains.keys(1)
     open_tier.put(tier, chains.items(keys))

@@ -134,6 +134,20 @@ async def test_a_node_counts_by_tier_and_tenant(running_node: Any, chains: Any) 
         await client.close()
 
 
+def test_tokens_are_counted_from_the_first_look_up(open_tier: Any, chains: Any) -> None:
+    for restarted in (False, True):
+        tier = open_tier()
+        metrics = StoreMetrics(tier.stats, tier.tenant_bytes, tier.page_tokens())
+        tier.counters.observer = metrics
+        if not restarted:
+            open_tier.put(tier, chains.items(chains.keys(2)))
+        metrics.looked_up("ssd", b"tenant", 3, 2)
+        found = samples(metrics)
+        for name in [name for name in found if name.startswith("cedar_store_lookup_pages_total")]:
+            assert found[name.replace("_pages_", "_tokens_")] == 32 * found[name] > 0
+        tier.close()
+
+
 async def test_two_nodes_have_two_registries(running_node: Any, chains: Any, tmp_path: Path) -> None:
     async with (
         running_node(metrics_port=0) as one,
