@@ -22,13 +22,13 @@ class StageError(Exception):
 
 
 class InvalidRequest(StageError, ValueError):
-    """The caller's fault: says the field, its value and the limit."""
+    """The caller's fault: says the field, its value (unless it is None: not given) and the limit."""
 
     code = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        super().__init__(f"{field}={shown if len(shown) <= 200 else shown[:197] + '...'}: {limit}")
+        shown = "" if value is None else f"={value!r}"
+        super().__init__(f"{field}{shown if len(shown) <= 201 else shown[:198] + '...'}: {limit}")
         self.field = field
         self.value = value
         self.limit = limit

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cedar.actors.errors import InvalidRequest
+from cedar.actors.errors import ConfigError, InvalidRequest
 from cedar.actors.sampling import model_sampling
 from cedar.kvstore.layout import PageLayout
 from cedar.model.chat import ChatOptions, EncodedChat, ImagePart, Message
 from cedar.model.detokenize import Detokenizer
-from cedar.model.errors import InputError
+from cedar.model.errors import InputError, ModelError
 from cedar.model.prompt import PromptFormat
 from cedar.v1 import common_pb2, generation_pb2
 
@@ -112,7 +112,7 @@ class PromptTools:
             if not request.text and not request.images:
                 raise InvalidRequest("text", "", "must not be empty")
             return self._format.encode_text(request.text, len(request.images)), list(request.images)
-        raise InvalidRequest("prompt", None, "one of text, token_ids, conversation")
+        raise InvalidRequest("prompt", None, "one of text, token_ids, conversation must be set")
 
     def _chat(self, conversation: generation_pb2.Conversation) -> EncodedChat:
         messages = [
@@ -125,6 +125,20 @@ class PromptTools:
             for message in conversation.messages
         ]
         return self._format.encode_chat(messages, ChatOptions(thinking=conversation.thinking))
+
+
+def check_network(config: Mapping[str, object], page_tokens: int | None = None) -> None:
+    """Whether a checkpoint's ``config.json`` describes a network, and a page of so many tokens fits it.
+
+    Raises this package's ``ConfigError``: the field (``page_tokens``, or one of the file), value and limit.
+    """
+    from cedar.model.config import parse_config
+    from cedar.model.schedule import page_layout
+
+    try:
+        page_layout(parse_config(config), page_tokens)
+    except ModelError as error:
+        raise ConfigError(error.field, error.value, f"must be {error.allowed}") from None
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,13 +37,14 @@ def presets(kind: str = "clusters") -> list[str]:
 def preset_source(kind: str, name: str) -> Traversable:
     """The preset file. ``ConfigError`` names the presets there are when this is none of them."""
     if name not in presets(kind):
-        raise ConfigError(f"{name!r} is no preset of {kind}{_suggest(name, presets(kind))}")
+        raise ConfigError(f"{name!r} is no preset of {kind}{suggestion(name, presets(kind))}")
     return resources.files("cedar.configs") / kind / f"{name}.yaml"
 
 
 def load_model_preset(name: str) -> dict[str, object]:
     """A model preset: the content of a ``config.json``."""
-    return _mapping(yaml.safe_load(preset_source("models", name).read_text("utf-8")), f"model preset {name}")
+    origin = f"model preset {name}"
+    return _mapping(_parsed(preset_source("models", name).read_text("utf-8"), origin), origin)
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -55,16 +55,12 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> ClusterCon
     """
     text = str(source)
     is_file = text.endswith((".yaml", ".yml")) or Path(text).exists()
-    try:
-        with (
-            resources.as_file(preset_source("clusters", text))
-            if not is_file
-            else _existing(Path(text)) as file
-        ):
-            data = _mapping(yaml.safe_load(file.read_text("utf-8")), text)
-            base = file.resolve().parent
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text}: not YAML: {error}") from error
+    with resources.as_file(preset_source("clusters", text)) if not is_file else _existing(Path(text)) as file:
+        try:
+            data = _mapping(_parsed(file.read_text("utf-8"), text), text)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{text}: not YAML: byte {error.start} is not UTF-8") from None
+        base = file.resolve().parent
     _anchor(data, base)
     for override in overrides:
         _apply(data, override)
@@ -86,7 +82,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:
         path = ".".join(location)
         if problem["type"] == "extra_forbidden":
             known = list(_section(model, location[:-1]).model_fields)
-            yield f"{path}: unknown key{_suggest(location[-1], known)}"
+            yield f"{path}: unknown key{suggestion(location[-1], known)}"
         elif problem["type"] == "missing":
             yield f"{path}: required, and not given"
         elif problem["type"] == "value_error":
@@ -96,7 +92,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:
             yield f"{path}: {problem['input']!r}: {problem['msg']}"
 
 
-def _suggest(word: str, known: Sequence[str]) -> str:
+def suggestion(word: str, known: Sequence[str]) -> str:
+    """What to say after a name that is none of ``known``: the nearest, or all of them."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
@@ -140,7 +137,23 @@ class _existing:
         return None
 
 
+def _parsed(text: str, origin: str) -> object:
+    """The YAML in ``text``; ``ConfigError`` names ``origin`` and the line."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{origin}: line {line}: not YAML: {words}") from None
+    except yaml.YAMLError as error:  # a character that YAML has no place for
+        words = getattr(error, "reason", type(error).__name__)
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise ConfigError(f"{origin}: line {line}: not YAML: {words}") from None
+
+
 def _mapping(data: object, origin: str) -> dict[str, object]:
+    if data is None:
+        raise ConfigError(f"{origin}: empty file; a mapping of names to values is needed")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{origin}: a mapping of names to values is needed, not {type(data).__name__}")
     return data
@@ -168,35 +181,4 @@ def _apply(data: dict[str, object], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {name} is a value, not a section")
         section = inner
-    try:
-        section[field] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: not YAML: {error}") from error
-
-
-def check_checkpoint(config: ClusterConfig) -> None:
-    """Whether a local checkpoint is there, and is the model that ``model.preset`` names. Raises
-    ``ConfigError``."""
-    if "://" in config.model.path:
-        return
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"model.path: {config.model.path} (a checkpoint folder with a config.json)")
-    if config.model.preset is None:
-        return
-    found = _mapping(json.loads(file.read_text("utf-8")), str(file))
-    for path, expected, actual in _differences(load_model_preset(config.model.preset), found):
-        raise ConfigError(
-            f"model.preset: {config.model.preset}, but {file}: {path} is {actual!r}, not {expected!r}"
-        )
-
-
-def _differences(
-    expected: Mapping[str, object], actual: Mapping[str, object], prefix: str = ""
-) -> Iterable[tuple[str, object, object]]:
-    for name, value in expected.items():
-        other = actual.get(name)
-        if isinstance(value, dict) and isinstance(other, dict):
-            yield from _differences(value, other, f"{prefix}{name}.")
-        elif value != other:
-            yield f"{prefix}{name}", value, other
+    section[field] = _parsed(text, f"override {override!r}")

@@ -59,5 +59,15 @@ class PortInUse(LaunchError):
         self.port = port
 
 
+class NameTaken(LaunchError):
+    """A cluster of this name runs on this machine. ``pid``: of the process that owns it."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        detail = f"cluster {name!r} runs already (process {pid}); stop it, or choose another name with --name"
+        super().__init__("ray", detail)
+        self.name = name
+        self.pid = pid
+
+
 class ClusterNotFound(LookupError):
     """No running cluster of that name has a state file on this machine."""

@@ -22,9 +22,9 @@ from typing import Any
 from cedar.cluster import remote, state_file
 from cedar.cluster.application import Application, import_ahead
 from cedar.cluster.config import ClusterConfig
-from cedar.cluster.config_load import check_checkpoint
 from cedar.cluster.config_print import effective_yaml
-from cedar.cluster.errors import ClusterNotFound, LaunchError, PortInUse
+from cedar.cluster.errors import ClusterNotFound, LaunchError, NameTaken, PortInUse
+from cedar.cluster.model_check import check_checkpoint
 from cedar.cluster.progress import OnProgress, Progress
 from cedar.cluster.ray_runtime import RaySession
 from cedar.cluster.state_file import ClusterState, WorkerEntry
@@ -146,15 +146,14 @@ def start(
 ) -> RunningCluster:
     """Start a cluster and wait until every stage has the replicas it should have at least.
 
-    Raises ``LaunchError`` (``PortInUse`` for the gateway's port), with everything cleaned up.
+    Raises ``LaunchError`` (``PortInUse`` for the gateway's port, ``NameTaken`` for the name) or
+    ``ConfigError``, with everything cleaned up.
     """
     state_file.state_path(name)
     with contextlib.suppress(ClusterNotFound):
         running = state_file.read(name)
         if running.owner_alive:
-            raise LaunchError(
-                "ray", f"cluster {name!r} runs already (process {running.pid}); stop it or choose a name"
-            )
+            raise NameTaken(name, running.pid)
         remote.stop(running)
     cluster = RunningCluster(config, name)
     try:

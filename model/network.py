@@ -16,6 +16,7 @@ from cedar.model.config import ModelConfig
 from cedar.model.errors import InputError
 from cedar.model.images import PreparedImage, content_hash, image_patches, plan_image, prepare_image
 from cedar.model.inputs import image_spans, token_ids
+from cedar.model.prompt_errors import naming_image
 from cedar.model.schedule import LayerPlan
 from cedar.model.state import KVMemory, SequenceState, StreamTail, check_sequence
 from cedar.model.step import Step
@@ -155,7 +156,10 @@ class Network:
         """
         text = self._text()
         ids = token_ids(input_ids, self.config)
-        prepared = [self.prepare(image) for image in images or ()]
+        prepared: list[PreparedImage] = []
+        for index, image in enumerate(images or ()):
+            with naming_image(index):
+                prepared.append(self.prepare(image))
         spans = image_spans(ids, [(p.plan, p.content_hash) for p in prepared], self.config.image_token_id)
         features = {p.content_hash: self.encode_image(p) for p in prepared}
         memory, seq = self.own_sequence(ids)

@@ -13,7 +13,7 @@ from cedar.model.chat_template import load_chat_format
 from cedar.model.config import ModelConfig, parse_config
 from cedar.model.detokenize import Detokenizer
 from cedar.model.images import ImageLimits, PlannedImage, describe_image, token_types
-from cedar.model.prompt_errors import PromptError
+from cedar.model.prompt_errors import PromptError, naming_image
 from cedar.model.spans import ImageSpan
 from cedar.model.storage import Storage
 from cedar.model.tokenizer import Tokenizer
@@ -109,7 +109,11 @@ class PromptFormat:
         if len(images) > self.limits.max_images:  # before any of them is decoded
             raise PromptError("images", len(images), f"at most {self.limits.max_images}")
         vision = self.config.vision
-        planned = [describe_image(data, vision, self.image_limits) for data in images] if vision else []
+        planned: list[PlannedImage] = []
+        if vision is not None:
+            for index, data in enumerate(images):
+                with naming_image(index):
+                    planned.append(describe_image(data, vision, self.image_limits))
         return build_prompt(ids, planned, self.limits)
 
     def detokenizer(self, stops: Sequence[str] = ()) -> Detokenizer:

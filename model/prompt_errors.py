@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from cedar.model.errors import CheckpointError, InputError, ModelError
 
 
@@ -32,9 +35,27 @@ class ChatError(InputError):
 
 
 class ImageError(InputError):
-    """Bytes that are not an image, a damaged image, or one over the limits."""
+    """Bytes that are not an image, a damaged image, or one over the limits.
+
+    `index`: which of a prompt's images, in their order; None where there is only one.
+    """
 
     subject = "image: "
+
+    def __init__(self, field: str, value: object, allowed: str, *, index: int | None = None) -> None:
+        if index is not None:
+            self.subject = f"images[{index}]: "
+        super().__init__(field, value, allowed)
+        self.index = index
+
+
+@contextmanager
+def naming_image(index: int) -> Iterator[None]:
+    """An `ImageError` that leaves the block says that it is about image `index` of the prompt."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(error.field, error.value, error.allowed, index=index) from error.__cause__
 
 
 class PromptError(InputError):

@@ -101,6 +101,8 @@ def judge(
     cached = max(min(hit_pages * page_tokens, len(ids) - 1), window_tokens)
     first_miss = next((v for v in verdicts if v.outcome != "hit"), None)
     summary = f"{hit_pages} of {len(keys)} whole pages hit: {cached} of {len(ids)} tokens from the cache"
+    if not keys:
+        summary = f"this prompt of {len(ids)} tokens is shorter than a page of {page_tokens}, so it has none"
     if window_tokens:
         summary += f"; window state of token {window_tokens} on {window_node}, no replay"
     elif hit_pages:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 from .commands import cache, config, demo, eval, generate, model, serve, status, stop
 from .exits import Exit, explain
@@ -34,8 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cedar {installed_version()}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, also of user errors")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(verbs)
+    for verb in COMMANDS:
+        verb.add(verbs)
     return parser
 
 
@@ -62,13 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message, code = explained
         print(f"cedar: {message}", file=sys.stderr)
-        if code is Exit.INTERRUPTED and "ray" in sys.modules:
-            # Everything is cleaned up, but a Ray that was stopped halfway through its start can still
-            # crash in its destructors.
-            sys.stdout.flush()
-            os._exit(code)
         return code
 
 
+def command() -> NoReturn:
+    """The process's own entry: run the command line and leave with its code."""
+    code = main()
+    if code == Exit.INTERRUPTED and "ray" in sys.modules:
+        # Everything is cleaned up, but a Ray that was stopped halfway through its start can still crash in
+        # its destructors. Only the whole process may leave like this, never a caller of main().
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -53,12 +53,12 @@ def explain(error: BaseException) -> tuple[str, Exit] | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", Exit.USAGE
     if type(error).__module__.startswith("cedar."):
-        from cedar.cluster.errors import ClusterNotFound, PortInUse
+        from cedar.cluster.errors import ClusterNotFound, NameTaken, PortInUse
         from cedar.kvstore.errors import NodeUnreachable
 
         if isinstance(error, ClusterNotFound | NodeUnreachable):
             return str(error.args[0]), Exit.UNREACHABLE
-        if isinstance(error, ValueError | PortInUse):
+        if isinstance(error, ValueError | NameTaken | PortInUse):
             return str(error), Exit.USAGE
         if isinstance(error, LookupError | RuntimeError):
             return str(error), Exit.FAILED

@@ -61,13 +61,19 @@ def run_stats(arguments: argparse.Namespace) -> Exit:
     if prompts:
         total = prompts["prompt_tokens"]
         served = total - prompts["computed_tokens"]
-        parts = ", ".join(f"{count(v)} {k.removesuffix('_tokens')}" for k, v in prompts.items() if k in PARTS)
+        parts = ", ".join(f"{count(v)} {SOURCES[k]}" for k, v in prompts.items() if k in SOURCES)
         share = f"{served / total:.1%}" if total else "no prompt yet"
         screen.print(f"hit rate: {share} of {count(total)} prompt tokens came from a cache ({parts})")
     return Exit.OK
 
 
-PARTS = ("hit_local_tokens", "hit_store_tokens", "state_tokens", "computed_tokens")
+# A gateway's counter to the `source` label under which the metrics count the same tokens.
+SOURCES = {
+    "hit_local_tokens": "local",
+    "hit_store_tokens": "store",
+    "state_tokens": "state",
+    "computed_tokens": "computed",
+}
 
 
 def prompt_sources(target: Target) -> dict[str, float]:
@@ -78,7 +84,7 @@ def prompt_sources(target: Target) -> dict[str, float]:
 
     for worker in status(target.state).workers:
         if worker.entry.stage == "gateway" and worker.status is not None:
-            names = ("prompt_tokens", *PARTS, "replayed_tokens")
+            names = ("prompt_tokens", *SOURCES, "replayed_tokens")
             return {name: worker.status.counters.get(name, 0.0) for name in names}
     return {}
 
@@ -93,6 +99,9 @@ def run_explain(arguments: argparse.Namespace) -> Exit:
         emit_json(asdict(found), sys.stdout)
         return Exit.OK
     screen = console()
+    if not found.pages:
+        screen.print(found.summary)
+        return Exit.OK
     rows = [
         [
             page.page,

@@ -58,11 +58,12 @@ def run_show(arguments: argparse.Namespace) -> Exit:
 
 
 def run_check(arguments: argparse.Namespace) -> Exit:
-    """Validate; errors leave through ``ConfigError``."""
+    """Validate; errors leave through ``ConfigError``. Says so when no checkpoint was there to be judged."""
     from cedar.cluster.config_load import load_config
+    from cedar.cluster.model_check import check_model
 
-    load_config(arguments.source, arguments.set)
-    print(f"{arguments.source}: valid")
+    unread = check_model(load_config(arguments.source, arguments.set))
+    print(f"{arguments.source}: valid" + (f", but {unread}" if unread else ""))
     return Exit.OK
 
 

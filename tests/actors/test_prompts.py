@@ -57,13 +57,14 @@ def test_an_image_takes_its_span_and_keeps_its_file(tools: PromptTools) -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (GenerateRequest(), "one of text"),
+        (GenerateRequest(), "^prompt: one of text, token_ids, conversation must be set$"),
         (GenerateRequest(text=""), "must not be empty"),
         (GenerateRequest(token_ids=TokenIds()), "at least one token"),
         (GenerateRequest(token_ids=TokenIds(ids=[640])), "639"),
         (GenerateRequest(token_ids=TokenIds(ids=[5, 3])), "image"),
         (GenerateRequest(token_ids=TokenIds(ids=[5] * 600)), "context of 512"),
-        (GenerateRequest(text="x", images=[b"no image"]), "image"),
+        (GenerateRequest(text="x", images=[b"no image"]), r"^images\[0\]: bytes=.*formats"),
+        (GenerateRequest(text="x", images=[IMAGE, b"no image"]), r"^images\[1\]: bytes=.*formats"),
         (GenerateRequest(conversation=Conversation()), "messages"),
         (GenerateRequest(conversation=Conversation(messages=[Message(role="judge")])), "role"),
         (GenerateRequest(text="x", sampling=SamplingParams(temperature=-1)), "temperature"),

@@ -72,7 +72,7 @@ def test_every_number_is_finite_and_in_its_range(value: str) -> None:
 
 
 def test_an_override_that_is_no_yaml_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"override 'gateway\.port=\[': not YAML"):
+    with pytest.raises(ConfigError, match=r"override 'gateway\.port=\[': line 1: not YAML: while"):
         load_config("local-cpu", ["gateway.port=["])
 
 
@@ -92,10 +92,21 @@ def test_urls_are_not_paths(tmp_path: Path) -> None:
 
 def test_files_that_are_not_a_mapping_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    for text, said in (("[1, 2]", "a mapping of names"), ("{", "not YAML")):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+    for content, said in (
+        (b"[1, 2]", ": a mapping of names to values is needed, not list"),
+        (b"", ": empty file; a mapping of names"),
+        (b"# nothing\n---\n", ": empty file; a mapping of names"),
+        (b"model:\n  path: [x\ngateway: 1\n", ": line 3: not YAML: while parsing a flow sequence"),
+        (b"model: {}\n\tx: 1\n", ": line 2: not YAML: "),
+        (b"model: {}\n\x00\n", ": line 2: not YAML: "),
+        (b"\xff\xfe\xff", ": not YAML: byte 0 is not UTF-8"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
             load_config(file)
+        assert str(caught.value).startswith(f"{file}{said}")
+        assert "unicode string" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_everything_listens_on_loopback_unless_told_otherwise() -> None:

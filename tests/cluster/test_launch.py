@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from cedar.cluster import launch, remote, state_file
 from cedar.cluster.application import _last_line
-from cedar.cluster.config_load import check_checkpoint, load_config
+from cedar.cluster.config_load import load_config
 from cedar.cluster.environment import local_ray_environment, worker_environment
-from cedar.cluster.errors import ConfigError, LaunchError, PortInUse
+from cedar.cluster.errors import ConfigError, NameTaken, PortInUse
+from cedar.cluster.model_check import check_checkpoint, check_model
 from cedar.cluster.processes import SESSION_VARIABLE, ProcessId, end_session, of_session
 from cedar.cluster.ray_runtime import MAX_PARENT_CHARACTERS, local_cpus, session_parent
 from cedar.cluster.state_file import ClusterState, WorkerEntry, process_started
@@ -66,10 +67,51 @@ def test_a_missing_or_other_checkpoint_is_told_before_anything_starts(tmp_path: 
     check_checkpoint(load_config("local-cpu", ["model.path=s3://bucket/weights"]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.page_tokens=33"], r"model\.page_tokens: 33 \(must be a multiple of every ratio, here \d+ "),
+        (["model.page_tokens=33", "model.path=/none"], r"model\.page_tokens: 33 .*model preset tiny"),
+        (["model.page_tokens=33", "model.path=s3://bucket/weights"], r"model\.page_tokens: 33 "),
+        (["model.page_tokens=33", "model.preset="], r"model\.page_tokens: 33 .*config\.json"),
+        (["model.page_tokens=1048576"], r"model\.page_tokens: 1048576 \(must be 1 to 65536"),
+        (["model.preset=tinny"], r"model\.preset: 'tinny' is no model preset; did you mean 'tiny'"),
+        (["model.preset=tinny", "model.path=s3://bucket/weights"], r"model\.preset: 'tinny' "),
+        (["model.path={folder}"], r"model\.path: .*a checkpoint folder with a config\.json is needed"),
+        (["model.path={folder}/broken"], r"model\.path: .*not JSON"),
+        (["model.path={folder}/list"], r"model\.path: .*a JSON object is needed, not list"),
+        (["model.path={folder}/empty", "model.preset="], r"model\.path: .*config\.json: \w+=.*must be "),
+    ],
+)
+def test_an_impossible_model_is_refused_by_a_check_and_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
+    for name, content in (("broken", "{"), ("list", "[]"), ("empty", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    monkeypatch.setattr("cedar.cluster.ray_runtime.RaySession.start", lambda *_, **__: pytest.fail("Ray"))
+    overrides = [override.format(folder=tmp_path) for override in overrides]
+    config = load_config("local-cpu", ["gateway.port=0", *overrides])
+    with pytest.raises(ConfigError, match=said):
+        check_model(config)
+    with pytest.raises(ConfigError, match=said):
+        launch.start(config)
+
+
+def test_a_checkpoint_that_is_not_there_is_valid_but_no_start(tmp_path: Path) -> None:
+    assert check_model(load_config("local-cpu")) is None
+    for path, said in ((f"{tmp_path}/none", "no checkpoint at "), ('""', "no checkpoint named")):
+        config = load_config("local-cpu", [f"model.path={path}"])
+        assert said in str(check_model(config))
+        with pytest.raises(ConfigError, match=r"--set model\.path=/path/to/checkpoint"):
+            check_checkpoint(config)
+    assert "not read" in str(check_model(load_config("local-cpu", ["model.path=s3://bucket/weights"])))
+
+
 def test_a_name_that_runs_is_not_started_twice() -> None:
     pid = os.getpid()
     state_file.write(ClusterState("mine", "", pid, process_started(pid), 0.0, "", ""))
-    with pytest.raises(LaunchError, match=f"cluster 'mine' runs already \\(process {pid}\\)"):
+    with pytest.raises(NameTaken, match=f"cluster 'mine' runs already \\(process {pid}\\).*--name"):
         launch.start(load_config("local-cpu"), name="mine")
 
 

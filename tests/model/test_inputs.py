@@ -67,8 +67,10 @@ def test_images_come_as_bytes_pillow_or_prepared(network: Network, golden: Path,
     for wrong in ("image.png", 5, None):
         with pytest.raises(InputError, match="file bytes, PIL images or prepared images"):
             network.logits(ids, images=[wrong])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="image: "):
+    with pytest.raises(InputError, match=r"^images\[0\]: bytes="):
         network.logits(ids, images=[b"not an image"])
+    with pytest.raises(InputError, match=r"^images\[1\]: bytes="):
+        network.logits([*ids, *[IMAGE] * 17, 9], images=[picture, b"not an image"])
 
 
 def test_touching_images_are_told_apart() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,3 +280,28 @@ def test_explain_page_by_page(node: Node, cluster: Any, cedar: Any) -> None:
     assert "page 2 ends it: not held" in out
     code, _ = cedar("export", str(node.directory / "p.pack"), "--prompt", text, "--raw")
     assert code == 0
+
+
+@pytest.mark.usefixtures("cluster")
+def test_explain_a_prompt_below_a_page(cedar: Any) -> None:
+    code, out = cedar("explain", "word", "--raw")
+    assert code == 0
+    assert re.fullmatch(r"this prompt of \d+ tokens is shorter than a page of 32, so it has none\n", out)
+    assert json.loads(cedar("explain", "word", "--raw", "--json")[1])["pages"] == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_stats_name_sources_as_the_metrics_do(cedar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cedar.kvstore.metrics import PromptMetrics
+    from cedar.ops.commands import cache_view
+    from cedar.v1.common_pb2 import PromptSources
+
+    counts = {"hit_local_tokens": 1, "hit_store_tokens": 2, "state_tokens": 3, "computed_tokens": 4}
+    metrics = PromptMetrics(page_tokens=32)
+    metrics.admitted("t", PromptSources(prompt_tokens=10, **counts))
+    found = re.findall(r'cedar_prompt_tokens_total{source="(\w+)",tenant="t"} (\d+)', metrics.exposition())
+    shown = {"prompt_tokens": 10.0, **counts, "replayed_tokens": 5.0}
+    monkeypatch.setattr(cache_view, "prompt_sources", lambda target: shown)
+    (words,) = re.findall(r"came from a cache \((.*)\)", cedar("stats")[1])
+    assert sorted(words.split(", ")) == sorted(f"{number} {name}" for name, number in found)
+    assert len(found) == 4

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 
 import pytest
-from cedar.cluster.errors import ClusterNotFound, ConfigError, LaunchError, PortInUse
+from cedar.cluster.errors import ClusterNotFound, ConfigError, LaunchError, NameTaken, PortInUse
 from cedar.ops import cli, exits
 from cedar.ops.exits import CommandError, Exit
 
@@ -76,6 +77,7 @@ def test_help_imports_nothing_heavy() -> None:
         (CommandError("no", Exit.BUSY), 4),
         (ConfigError("gateway.prot: unknown key"), 2),
         (PortInUse("127.0.0.1", 1), 2),
+        (NameTaken("default", 1), 2),
         (LaunchError("ray", "did not start"), 1),
         (ClusterNotFound("no cluster runs here"), 3),
         (FileNotFoundError(2, "No such file or directory", "cat.png"), 2),
@@ -90,6 +92,7 @@ def test_known_errors_become_one_line_and_a_code(
         raise error
 
     monkeypatch.setattr("cedar.ops.commands.stop.run", fail)
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # main() returns, whatever is imported
     assert cli.main(["stop"]) == code
     written = capsys.readouterr().err
     assert written.startswith("cedar: ")
@@ -119,6 +122,14 @@ def test_exit_codes_are_documented() -> None:
         (["config", "show", "local-cpu", "--set", "gateway.prot=1"], "did you mean 'port'"),
         (["config", "show", "local-cpu", "--set", "gateway.port=banana"], "gateway.port"),
         (["config", "check", "missing.yaml"], "missing.yaml"),
+        (["config", "check", "local-cpu", "--set", "model.page_tokens=33"], "model.page_tokens: 33 (must be"),
+        (["config", "check", "one-node-8gpu", "--set", "model.page_tokens=33"], "model.page_tokens: 33 "),
+        (["config", "check", "local-cpu", "--set", "model.preset=x"], "model.preset: 'x'"),
+        (["config", "check", "local-cpu", "--set", "model.path=/"], "model.path: / "),
+        (
+            ["serve", "-c", "local-cpu", "--quiet", "--set", "gateway.port=0", "--set", "model.path=/none"],
+            "--set model.path=",
+        ),
         (["serve", "-c", "nothing"], "nothing"),
         (["generate", "hello", "--image", "missing.png"], "missing.png"),
         (["generate", "hello", "--raw", "--system", "x"], "--raw"),
@@ -159,6 +170,22 @@ def test_config_show_is_a_file_that_check_accepts(
     path = tmp_path_factory.mktemp("config") / "mine.yaml"
     path.write_text(capsys.readouterr().out)
     assert cli.main(["config", "check", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "local-cpu: valid\n"),
+        (["model.path=/none"], "local-cpu: valid, but no checkpoint at /none (model.path) on this machine\n"),
+        (['model.path=""'], "local-cpu: valid, but no checkpoint named (model.path is empty)\n"),
+    ],
+)
+def test_config_check_says_what_it_could_not_judge(
+    overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for override in overrides for word in ("--set", override)]
+    assert cli.main(["config", "check", "local-cpu", *settings]) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_config_schema(capsys: pytest.CaptureFixture[str]) -> None:

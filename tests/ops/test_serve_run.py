@@ -100,8 +100,9 @@ def test_a_session(served: tuple[dict[str, str], subprocess.Popen[str], str], tm
     assert "Traceback" not in long.stderr + refused.stderr
 
     twin = cedar(environment, "serve", "-c", "local-cpu", "--quiet")
-    assert twin.returncode == 1
+    assert twin.returncode == 2
     assert "runs already" in twin.stderr
+    assert "--name" in twin.stderr
     taken = cedar(
         environment,
         "serve",
