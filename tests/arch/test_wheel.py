@@ -17,7 +17,7 @@ from cedar.ops import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = bootstrap.package_folders(ROOT)
-DATA_SUFFIXES = (".py", ".pyi", ".proto", ".yaml", ".json")
+DATA_SUFFIXES = (".py", ".pyi", ".proto", ".yaml", ".json", ".jinja", ".safetensors")
 
 
 @pytest.fixture(scope="module")
