@@ -1,6 +1,8 @@
 """``serve_script.py NAME CONFIG [OVERRIDE ...]``: a cluster in the foreground, a JSON line for each event."""
 
+import ctypes
 import json
+import signal
 import sys
 from dataclasses import asdict
 
@@ -22,7 +24,13 @@ def on_ready(cluster: RunningCluster) -> None:
     say({"ready": cluster.address})
 
 
+def end_with_parent() -> None:
+    """A test run that is killed takes its cluster with it (Linux: PR_SET_PDEATHSIG is 1)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    end_with_parent()
     name, source, *overrides = sys.argv[1:]
     try:
         sys.exit(
