@@ -16,6 +16,8 @@ Durability = Literal["batch", "none"]
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+MAX_SEGMENT_BYTES: Final = 16 * GIB
+"""Unless asked for: a segment that has lost its index is read from end to end at a start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class SsdConfig:
     capacity_bytes: int = 64 * GIB
     ttl_s: float = 72 * HOUR_S
     segment_s: float = 0.0  # age at which a segment is closed to writes; 0: a twelfth of ttl_s
-    segment_bytes: int = 0  # size at which it is; 0: a twenty-fourth of capacity_bytes
+    segment_bytes: int = 0  # size at which it is; 0: a twenty-fourth of capacity_bytes, 16 GiB at most
     high_watermark: float = 0.92
     low_watermark: float = 0.85
     reserve_bytes: int = 256 * MIB  # free disk that is never used
@@ -55,7 +57,8 @@ class SsdConfig:
             object.__setattr__(self, "segment_s", self.ttl_s / 12)
         if self.segment_bytes == 0:
             smallest = min(MIB, self.capacity_bytes // 4)
-            object.__setattr__(self, "segment_bytes", max(self.capacity_bytes // 24, smallest))
+            share = min(self.capacity_bytes // 24, MAX_SEGMENT_BYTES)
+            object.__setattr__(self, "segment_bytes", max(share, smallest))
         for name in (
             "capacity_bytes", "segment_bytes", "ttl_s", "segment_s", "commit_values", "commit_bytes",
             "queue_bytes", "carry_bytes_per_s", "disk_retry_s", "usage_flush_s", "maintenance_s",
@@ -150,6 +153,7 @@ class ClientConfig:
     window_timeout_s: float = 2.0
     stats_timeout_s: float = 2.0
     read_ahead_bytes: int = 8 * MIB  # how far a shared fetch runs ahead of its fastest reader
+    join_bytes: int = 8 * MIB  # after so much of a fetch an equal one starts anew instead of sharing it
     lag_bytes: int = 64 * MIB  # how far the slowest reader may fall behind before it fetches for itself
     max_window_bytes: int = 64 * MIB
     max_value_bytes: int = 16 * MIB

@@ -1,11 +1,8 @@
-"""Takes a value's bytes off the disk without rewriting its segment.
+"""Takes records off the disk without rewriting their segment.
 
-Values are never moved or rewritten, so a page that must go is cut out where it lies: whole blocks are given
-back to the file system (they read as zeros from then on), what remains at the edges is overwritten, and the
-file is synced. The tree around it is not touched; a read of such a value fails its checksum.
-
-Limit: a value that fits into a single 4 KiB page of the database (only models made for tests have such) may
-leave parts of itself in the unused space of other pages, since LMDB writes those from reused buffers.
+Records are whole blocks and are never moved, so one that must go is cut out where it lies: its blocks are
+given back to the file system and read as zeros from then on, or are overwritten where it cannot take them,
+and the file is synced.
 """
 
 from __future__ import annotations
@@ -16,23 +13,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-BLOCK_BYTES: Final = 4096
 _KEEP_SIZE: Final = 0x01
 _PUNCH_HOLE: Final = 0x02
+_PIECE_BYTES: Final = 512 << 10
 
 
-def erase(data_file: Path, ranges: Iterable[tuple[int, int]]) -> None:
+def erase(values_file: Path, stretches: Iterable[tuple[int, int]]) -> None:
     """Erase each (offset, size) of the file, and wait until that is on disk. OSError."""
-    fd = os.open(data_file, os.O_RDWR)
+    fd = os.open(values_file, os.O_RDWR)
     try:
-        for offset, size in ranges:
-            first = -(-offset // BLOCK_BYTES) * BLOCK_BYTES
-            last = (offset + size) // BLOCK_BYTES * BLOCK_BYTES
-            if first < last and _punch(fd, first, last - first):
-                os.pwrite(fd, bytes(first - offset), offset)
-                os.pwrite(fd, bytes(offset + size - last), last)
-            else:
-                os.pwrite(fd, bytes(size), offset)
+        for offset, size in stretches:
+            if not _punch(fd, offset, size):
+                for at in range(offset, offset + size, _PIECE_BYTES):
+                    os.pwrite(fd, bytes(min(_PIECE_BYTES, offset + size - at)), at)
         os.fdatasync(fd)
     finally:
         os.close(fd)

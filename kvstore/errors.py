@@ -28,6 +28,10 @@ class CorruptValue(Exception):
         self.reason = reason
 
 
+class NotInMemory(Exception):
+    """A read that must not wait would have to: the caller reads again where waiting is allowed."""
+
+
 class StoreLocked(RuntimeError):
     """Another process owns the store's directory."""
 

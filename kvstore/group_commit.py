@@ -1,9 +1,8 @@
 """The one thread that writes: collects puts into group commits and answers each when it is durable.
 
-A commit takes what is queued, up to 4 MiB, into one transaction; it waits for company until it has 16
-values, but not longer than 5 ms after the first. A page
-becomes visible after that transaction, never before; put-if-absent: whoever came first stays.
-The queue is bounded in bytes.
+A commit takes what is queued, up to ``commit_bytes``, in one write and one sync; it waits for company until
+it has ``commit_values``, but not longer than ``commit_wait_s`` after the first. A page becomes visible after
+its commit, never before; put-if-absent: whoever came first stays. The queue is bounded in bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import lmdb
 from cedar.kvstore.commit import Committer
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.errors import CorruptValue, Refused, StoreClosed
-from cedar.kvstore.header import CHECKSUM_BYTES, HEADER_BYTES, read_header
+from cedar.kvstore.header import CHECKSUM_BYTES, HEADER_BYTES, read_header, verify_value
 from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.rows import Row
-from cedar.kvstore.segment import Segment
+from cedar.kvstore.segment import Segment, SegmentGone
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.tenants import TenantTable
 
@@ -74,7 +72,7 @@ class GroupCommit:
         self._jobs: deque[_Job] = deque()
         self._dead: list[tuple[Segment, bytes, Row]] = []
         self._queued_bytes = 0
-        self._closing = False
+        self._closing = self._index_due = False
         self._pid = os.getpid()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="cedar-store-writer", daemon=True)
@@ -121,9 +119,15 @@ class GroupCommit:
             raise StoreClosed("a store that was open before a fork cannot be used in the child")
 
     def mark_dead(self, segment: Segment, key: bytes, row: Row) -> None:
-        """Replace the row of a page that failed verification, so that a restart does not find it again."""
+        """A page failed verification: see that a restart does not find it again."""
         with self._wake:
             self._dead.append((segment, key, row))
+            self._wake.notify()
+
+    def keep_index(self) -> None:
+        """See to the indices that lag behind, even if nothing is put."""
+        with self._wake:
+            self._index_due = True
             self._wake.notify()
 
     def stop(self) -> None:
@@ -138,17 +142,22 @@ class GroupCommit:
             jobs = self._collect()
             if jobs:
                 self._answer(jobs)
-            self._write_dead_rows()
+            self._mark_dead_rows()
             self._do_chores()
-            if not jobs and not self._chores and self._closing:
-                self._committer.finish()
+            ending = not jobs and not self._chores and self._closing
+            try:
+                self._committer.keep_index(everything=ending)
+            except Exception:  # no memory, for one: puts must go on, and need no index
+                log.exception("indices not written")
+            if ending:
                 return
 
     def _collect(self) -> list[_Job]:
         """Wait for a job, then for company; empty when there is other work or nothing is left at the end."""
         with self._wake:
-            while not self._jobs and not self._closing and not self._dead and not self._chores:
+            while not (self._jobs or self._closing or self._dead or self._chores or self._index_due):
                 self._wake.wait()
+            self._index_due = False
             deadline_s = time.monotonic() + self._config.commit_wait_s
             jobs: list[_Job] = []
             values = size = 0
@@ -228,22 +237,17 @@ class GroupCommit:
 
     def _same_as_stored(self, item: PutItem, entry: Entry) -> bool | None:
         """Whether the held value has the same bytes; None when it turns out not to be there."""
-        if not entry.segment.hold():
-            return None
+        segment = entry.segment
         try:
-            header = entry.segment.header(item.key, entry.offset, entry.size)
-            if header is None or header == read_header(item.value):
-                return None if header is None else True
-            entry.segment.verify(item.key)  # a flipped bit in the header looks like a conflict
-            return False
-        except CorruptValue as error:
+            if segment.header(entry.offset, entry.size) == read_header(item.value):
+                return True
+            verify_value(segment.read(entry.offset, entry.size), page_key=item.key)
+        except CorruptValue as error:  # a flipped bit in the header looks like a conflict
             self._on_corrupt(item.key, entry, error)
             return None
-        except lmdb.Error as error:
-            log.warning("segment %d: %s", entry.segment.number, error)
+        except (OSError, SegmentGone):
             return None
-        finally:
-            entry.segment.let_go()
+        return False
 
     def _do_chores(self) -> None:
         while self._chores and self._chores[0][0] <= self._answered:
@@ -254,13 +258,11 @@ class GroupCommit:
                 log.exception("a chore of the writer failed")
                 future.set_exception(error)
 
-    def _write_dead_rows(self) -> None:
+    def _mark_dead_rows(self) -> None:
         with self._wake:
             dead, self._dead = self._dead, []
         for segment, key, row in dead:
-            if self._index.is_in(key, segment):
-                continue  # a good copy has been put there since
-            self._committer.update_rows(segment, [(key, row)])
+            self._committer.mark_dead(segment, [(key, row)])
 
     def _count(self, job: _Job) -> None:
         if job.carry:

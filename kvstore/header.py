@@ -5,14 +5,12 @@
 
 Little endian. Key and length are inside the value, so a value that was swapped, misdirected or cut is found
 like one with a flipped bit. Equal pages give equal values: no clock and no writer enters.
-A 227,840-byte page with its header and LMDB's own 16 bytes fills exactly 56 database pages of 4 KiB.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 from cedar.kvstore.errors import CorruptValue, InvalidRequest
@@ -30,8 +28,7 @@ _FIELDS: Final = struct.Struct("<4sHHII32s32s")
 assert _FIELDS.size + CHECKSUM_BYTES == HEADER_BYTES
 
 
-@dataclass(frozen=True)
-class ValueHeader:
+class ValueHeader(NamedTuple):
     """What a stored value says about itself."""
 
     flags: int
@@ -66,8 +63,12 @@ def seal_value(
     return b"".join((fields, _checksum(fields, view), view))
 
 
-def read_header(value: bytes | memoryview) -> ValueHeader:
-    """The header alone, payload unverified; CorruptValue when it is not one or the length differs."""
+def read_header(value: bytes | bytearray | memoryview, size: int | None = None) -> ValueHeader:
+    """The header alone, payload unverified; CorruptValue when it is not one or the length differs.
+
+    ``size``: of the whole value, where ``value`` is only its beginning.
+    """
+    size = len(value) if size is None else size
     if len(value) < HEADER_BYTES:
         raise CorruptValue("short", f"{len(value)} bytes")
     magic, version, flags, tokens, payload_bytes, key, fingerprint = _FIELDS.unpack_from(value)
@@ -77,8 +78,8 @@ def read_header(value: bytes | memoryview) -> ValueHeader:
         raise CorruptValue("version", f"{version}, this build reads {HEADER_VERSION}")
     if flags & ~KNOWN_FLAGS:
         raise CorruptValue("flags", f"{flags:#x}")
-    if payload_bytes != len(value) - HEADER_BYTES:
-        raise CorruptValue("length", f"header says {payload_bytes}, value has {len(value) - HEADER_BYTES}")
+    if payload_bytes != size - HEADER_BYTES:
+        raise CorruptValue("length", f"header says {payload_bytes}, value has {size - HEADER_BYTES}")
     checksum = bytes(value[HEADER_BYTES - CHECKSUM_BYTES : HEADER_BYTES])
     return ValueHeader(flags, tokens, payload_bytes, key, fingerprint, checksum)
 

@@ -28,6 +28,10 @@ class Entry:
         self.used_s = row.used_s
         self.ttl_s = ttl_s
 
+    def row(self) -> Row:
+        """What its segment was told of it."""
+        return Row(self.size, self.put_s, self.page_index, self.tenant, self.offset)
+
 
 class PageIndex:
     """Entries by page key. Single look-ups need no lock; changes that belong together take it."""
@@ -69,11 +73,6 @@ class PageIndex:
             return None
         return entry
 
-    def is_in(self, key: bytes, segment: Segment) -> bool:
-        """Whether the current copy of a page is in ``segment``."""
-        entry = self._entries.get(key)
-        return entry is not None and entry.segment is segment
-
     def use_leading(self, keys: Sequence[bytes], now_s: float) -> int:
         """How many of ``keys``, from the first on, are live; records a use of each, as ``touch`` does.
 
@@ -114,7 +113,7 @@ class PageIndex:
         return taken
 
     def insert(self, key: bytes, row: Row, segment: Segment) -> None:
-        """Make a committed page visible; a copy in a younger segment replaces the entry."""
+        """Make a stored page visible. It replaces an earlier copy, which stays where it is, unseen."""
         with self._lock:
             self._forget(key)
             self._entries[key] = Entry(segment, row, self._ttl_s(row.tenant))
@@ -128,11 +127,11 @@ class PageIndex:
         if entry is not None and entry.used_s < used_s:
             entry.used_s = used_s
 
-    def remove(self, key: bytes, segment: Segment) -> bool:
-        """Forget a page if its current copy is in ``segment``."""
+    def remove(self, key: bytes, segment: Segment, offset: int) -> bool:
+        """Forget a page if its current copy is the one at ``offset`` of ``segment``."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.segment is not segment:
+            if entry is None or entry.segment is not segment or entry.offset != offset:
                 return False
             return self._forget(key)
 
@@ -147,7 +146,16 @@ class PageIndex:
 
     def remove_segment(self, segment: Segment) -> int:
         """Forget every page whose current copy is in ``segment``; how many there were."""
-        return sum(self.remove(key, segment) for key, _ in self.current_keys(segment))
+        return sum(self.remove(key, segment, entry.offset) for key, entry in self.current_keys(segment))
+
+    def copies(self, segment: Segment, tenant: bytes) -> dict[int, tuple[bytes, Row]]:
+        """Every record of a tenant in ``segment``, by offset: what is served, and what only lies there."""
+        with self._lock:
+            found = {at: page for at, page in segment.left_over.items() if page[1].tenant == tenant}
+            for key, entry in self.current_keys(segment):
+                if entry.tenant == tenant:
+                    found[entry.offset] = (key, entry.row())
+        return found
 
     def items(self) -> list[tuple[bytes, Entry]]:
         """A snapshot of everything."""
@@ -178,6 +186,8 @@ class PageIndex:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
+        if not entry.segment.dropped:
+            entry.segment.left_over[entry.offset] = (key, entry.row())
         entry.segment.live_pages -= 1
         self._value_bytes -= entry.size
         left = self._tenant_bytes[entry.tenant] - entry.size

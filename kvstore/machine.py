@@ -26,7 +26,12 @@ def memory_bytes() -> int:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Bytes that an ordinary user can still write on the file system of ``path``. OSError if unreadable."""
+    """Bytes that an ordinary user can still write on the file system of ``path``. OSError if unreadable.
+
+    ``path`` need not be there yet.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 

@@ -1,4 +1,4 @@
-"""Background work of the SSD tier, one ``tick`` at a time: expire, evict, carry forward, salvage, keep time.
+"""Background work of the SSD tier, one ``tick`` at a time: expire, evict, carry forward, keep the time.
 
 Decisions are made in ``eviction``; this carries them out. Nothing here may stop reads or puts for long, and a
 round that fails is logged, counted, and tried again.
@@ -7,15 +7,12 @@ round that fails is logged, counted, and tried again.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
-import lmdb
 from cedar.kvstore import eviction
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.errors import Refused, StoreClosed
@@ -23,9 +20,7 @@ from cedar.kvstore.eviction import PageFacts, TokenBucket
 from cedar.kvstore.group_commit import GroupCommit
 from cedar.kvstore.index import Entry, PageIndex
 from cedar.kvstore.put import PutItem
-from cedar.kvstore.rows import UNKNOWN_TENANT
-from cedar.kvstore.salvage import intact_values
-from cedar.kvstore.segment import DATA_FILE, Segment
+from cedar.kvstore.segment import Segment
 from cedar.kvstore.segment_set import SegmentSet
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.store_time import StoreTime
@@ -35,10 +30,8 @@ from cedar.kvstore.usage_log import UsageLog
 log = logging.getLogger(__name__)
 
 MAX_WANTED: Final = 65_536
-READER_CHECK_S: Final = 60.0
 CARRIED_TOGETHER: Final = 16
 _COMMIT_TIMEOUT_S: Final = 60.0
-_SALVAGE_VALUE_BYTES: Final = 64 << 20
 
 
 class Maintenance:
@@ -69,12 +62,10 @@ class Maintenance:
         self._tenants = tenants
         self._remove = remove
         self._over_quota: dict[bytes, None] = {}
-        self._salvage_lock = threading.Lock()
         self._wanted: dict[bytes, None] = {}
-        self._salvaging: dict[Path, Iterator[tuple[bytes, bytes]]] = {}
         rate = config.carry_bytes_per_s
         self._bucket = TokenBucket(rate, rate, time.now_s())
-        self._flushed_s = self._readers_checked_s = time.now_s()
+        self._flushed_s = time.now_s()
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -109,13 +100,6 @@ class Maintenance:
         self._over_quota[tenant] = None
         self._wake.set()
 
-    def discard_damaged(self) -> None:
-        """Give up what is left to salvage: it cannot be told whose it is."""
-        with self._salvage_lock:
-            self._salvaging.clear()
-            for directory in self._segments.damaged_directory.iterdir():
-                shutil.rmtree(directory, ignore_errors=True)
-
     def tick(self) -> None:
         """One round."""
         now_s = self._time.now_s()
@@ -123,15 +107,12 @@ class Maintenance:
         self._evict_over_quota()
         self._expire(now_s)
         self._carry_wanted(now_s)
-        with self._salvage_lock:
-            self._salvage(now_s)
+        if self._segments.unindexed():
+            self._writer.keep_index()
         if now_s - self._flushed_s >= self._config.usage_flush_s:
             self._flushed_s = now_s
             self.save()
             self._uses.expire(now_s)
-        if now_s - self._readers_checked_s >= READER_CHECK_S:
-            self._readers_checked_s = now_s
-            self._free_dead_readers()
 
     def save(self) -> None:
         """Write the uses and the time that a restart should know. A disk that will not is logged."""
@@ -234,44 +215,6 @@ class Maintenance:
             else:
                 return False
         return True
-
-    def _salvage(self, now_s: float) -> None:
-        """Take whole pages out of damaged segments, as fast as carrying goes; delete one when it is done."""
-        for directory in sorted(self._segments.damaged_directory.iterdir()):
-            data_file = directory / DATA_FILE
-            if directory not in self._salvaging:
-                values = intact_values(data_file, max_value_bytes=_SALVAGE_VALUE_BYTES)
-                self._salvaging[directory] = values if data_file.exists() else iter(())
-            for key, value in self._salvaging[directory]:
-                # When it was last used is not known: half of its time is left.
-                item = PutItem(key, value, tenant=UNKNOWN_TENANT, used_s=now_s - self._config.ttl_s / 2)
-                if not self._put(item):
-                    del self._salvaging[directory]  # from the start, when there is room again
-                    return
-                if self._stopping or not self._bucket.take(len(value), now_s):
-                    return
-            del self._salvaging[directory]
-            log.warning("damaged segment %s: done", directory.name)
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _put(self, item: PutItem) -> bool:
-        """Store a salvaged page; whether the tier takes puts now."""
-        try:
-            counts = self._writer.submit([item]).result(_COMMIT_TIMEOUT_S)
-        except (Refused, StoreClosed, FutureTimeout):
-            return False
-        self._counters.add("store_pages_salvaged", counts.stored)
-        return not counts.refused
-
-    def _free_dead_readers(self) -> None:
-        for segment in self._segments.all():
-            if segment.hold():
-                try:
-                    self._counters.add("store_dead_readers", segment.free_dead_readers())
-                except lmdb.Error as error:
-                    log.warning("segment %d: %s", segment.number, error)
-                finally:
-                    segment.let_go()
 
     def _drop(self, segment: Segment, counter: str) -> None:
         now_s = self._time.now_s()

@@ -15,8 +15,7 @@ class Quarantine:
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory = directory
         self._limit_bytes = limit_bytes
-        directory.mkdir(exist_ok=True)
-        self._bytes = sum(path.stat().st_size for path in directory.iterdir())
+        self._bytes = sum(path.stat().st_size for path in directory.glob("*"))
 
     def keep(self, key: bytes, reason: str, value: bytes, *, tenant: bytes = b"") -> None:
         """Keep a copy if there is room; a failure to write is logged, not raised."""
@@ -24,6 +23,7 @@ class Quarantine:
         if self._bytes + len(value) > self._limit_bytes:
             return
         try:
+            self._directory.mkdir(exist_ok=True)
             (self._directory / f"{key.hex()}.{tenant.hex()}.{reason}").write_bytes(value)
             self._bytes += len(value)
         except OSError as error:
@@ -33,7 +33,7 @@ class Quarantine:
         """Delete what is kept of these tenants; how many values."""
         names = {tenant.hex() for tenant in tenants}
         gone = 0
-        for path in list(self._directory.iterdir()):
+        for path in list(self._directory.glob("*")):
             if path.name.split(".")[1:2] and path.name.split(".")[1] in names:
                 self._bytes -= path.stat().st_size
                 path.unlink()

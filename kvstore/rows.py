@@ -1,4 +1,4 @@
-"""What a segment keeps beside each value: a small row that the index is rebuilt from."""
+"""What a segment knows of each value beside the value itself: a small row, in the record and in the index."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
 from cedar.kvstore.errors import CorruptValue
+from cedar.kvstore.keys import KEY_BYTES
 
-ROW_VERSION: Final = 1
+ROW_VERSION: Final = 2
 MAX_TENANT_BYTES: Final = 64
 UNKNOWN_TENANT: Final = b"\0unknown"
-"""Tenant of pages recovered without their rows: whoever removes a tenant must remove these too."""
-_ROW: Final = struct.Struct("<BBHIQdI")
+"""Tenant of pages that nobody could name one for: whoever removes a tenant removes these too."""
+_ROW: Final = struct.Struct(f"<BBHIdI{KEY_BYTES}s")
+_CHECKSUM: Final = struct.Struct("<Q")
 _DEAD: Final = 1
+_ERASED: Final = 2
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Row:
     """One stored page as its segment knows it.
 
     ``page_index``: position in its chain, 0 for the first page. ``used_s``: store time of its last use when
-    the row was written. ``offset``: of the value in the data file, 0 while unknown. ``dead``: quarantined.
+    the row was written. ``offset``: of the value in the values file. ``dead``: quarantined or removed;
+    ``erased``: its bytes are off the disk too.
     """
 
     size: int
@@ -30,21 +35,29 @@ class Row:
     tenant: bytes = b""
     offset: int = 0
     dead: bool = False
+    erased: bool = False
 
 
-def pack_row(row: Row) -> bytes:
-    """The row's bytes."""
-    flags = _DEAD if row.dead else 0
-    fields = _ROW.pack(ROW_VERSION, flags, 0, row.page_index, row.offset, row.used_s, row.size)
-    return fields + row.tenant
+def pack_row(key: bytes, row: Row) -> bytes:
+    """The row's bytes; its offset is not among them, since rows are filed under it."""
+    flags = _DEAD * row.dead | _ERASED * row.erased
+    fields = _ROW.pack(ROW_VERSION, flags, 0, row.page_index, row.used_s, row.size, key) + row.tenant
+    return fields + _CHECKSUM.pack(_checksum(fields, row.offset))
 
 
-def unpack_row(packed: bytes | memoryview) -> Row:
-    """Read a row; CorruptValue when it is not one (the caller skips it: a page without a row is a miss)."""
-    if not _ROW.size <= len(packed) <= _ROW.size + MAX_TENANT_BYTES:
+def unpack_row(packed: bytes | memoryview, offset: int) -> tuple[bytes, Row]:
+    """(page key, row) of what is filed under ``offset``; CorruptValue when it is not what was put there."""
+    if not _ROW.size <= len(packed) - _CHECKSUM.size <= _ROW.size + MAX_TENANT_BYTES:
         raise CorruptValue("short", f"row of {len(packed)} bytes")
-    version, flags, _, page_index, offset, used_s, size = _ROW.unpack_from(packed)
+    fields = bytes(packed[: -_CHECKSUM.size])
+    if _CHECKSUM.unpack_from(packed, len(fields))[0] != _checksum(fields, offset):
+        raise CorruptValue("checksum", "of a row")
+    version, flags, _, page_index, used_s, size, key = _ROW.unpack_from(fields)
     if version != ROW_VERSION:
         raise CorruptValue("version", f"row version {version}")
-    tenant = bytes(packed[_ROW.size :])
-    return Row(size, used_s, page_index, tenant, offset, bool(flags & _DEAD))
+    dead, erased = bool(flags & _DEAD), bool(flags & _ERASED)
+    return key, Row(size, used_s, page_index, fields[_ROW.size :], offset, dead, erased)
+
+
+def _checksum(fields: bytes, offset: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(fields, seed=offset))

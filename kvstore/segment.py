@@ -1,338 +1,322 @@
-"""A segment: one LMDB environment that holds the pages written in one stretch of time.
+"""A segment: the pages written in one stretch of time, in a values file, and an LMDB index of its records.
 
-Segments are filled by one writer, then only read, and dropped whole. Values are never rewritten or deleted
-one by one, so there is no free list to search and no fragmentation. The map is sized at creation and never
-resized; WRITEMAP is never used (a full disk would be a SIGBUS); readahead is off (on files larger than memory
-it amplifies reads 43-fold), reads are announced by file offset instead.
+A page is stored when its record is in the values file and the file is synced; nothing else is waited for.
+The index follows some time later (``write_index``). At a start it says what is in the file as far as it goes;
+the rest, and whatever of it is missing or damaged, is found by reading the records themselves. So no state
+of the index can lose a page, and all of it can be lost.
 
-Reads hold the segment (``hold``/``let_go``), so that dropping it closes the map only after the last of them.
+Segments are filled by one writer, then only read, and dropped whole. Records are never moved or rewritten.
 """
 
 from __future__ import annotations
 
 import errno
-import os
+import logging
 import shutil
-import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import lmdb
-from cedar.kvstore.errors import CorruptValue, StoreClosed
-from cedar.kvstore.file_offsets import announce, buffer_address, map_base, populate
-from cedar.kvstore.header import ValueHeader, read_header, verify_value
+from cedar.kvstore import segment_index
+from cedar.kvstore.erase import erase
+from cedar.kvstore.header import HEADER_BYTES, ValueHeader, read_header
 from cedar.kvstore.machine import allocated_bytes
-from cedar.kvstore.rows import Row, pack_row, unpack_row
+from cedar.kvstore.records import BLOCK_BYTES, HEAD_BYTES, Scan, extent, record_parts, scan, span
+from cedar.kvstore.rows import Row
+from cedar.kvstore.segment_index import INDEX_FILE, LOCK_FILE, IndexDamaged, IndexRows, read_index, sync_path
+from cedar.kvstore.values_file import ValuesFile
 
-DATA_FILE: Final = "data.mdb"
-LOCK_FILE: Final = "lock.mdb"
-LMDB_PAGE_BYTES: Final = 4096
-MAX_READERS: Final = 256
-_SLACK_BYTES: Final = 16 << 20
-_CREATED = struct.Struct("<Id")
-_SEGMENT_VERSION: Final = 1
-_READERS_END_S: Final = 5.0
-_NOT_THE_FILES_FAULT: Final = frozenset(
-    (
-        errno.EACCES,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.EPERM,
-        errno.EROFS,
-    )
-)
+log = logging.getLogger(__name__)
+
+VALUES_FILE: Final = "values.dat"
 
 
-class SegmentDamaged(Exception):
-    """The environment cannot be opened or walked."""
+class NoSegment(Exception):
+    """The directory holds nothing that this build understands."""
 
 
-def map_bytes_for(segment_bytes: int) -> int:
-    """Map size of a segment that is to be closed at ``segment_bytes``: 15 % and 16 MiB more, whole pages."""
-    return -(-(segment_bytes * 115 // 100 + _SLACK_BYTES) // LMDB_PAGE_BYTES) * LMDB_PAGE_BYTES
+class SegmentGone(Exception):
+    """The segment was dropped, or its store closed, in the meantime."""
 
 
 class Segment:
-    """An open segment. ``commit`` belongs to the writer thread; everything else may be called from any."""
+    """An open segment. Methods under "writing" belong to the writer thread; others may be called from any."""
 
     def __init__(
-        self, path: Path, number: int, *, map_bytes: int, durable: bool, created_s: float | None
+        self, path: Path, number: int, file: ValuesFile, *, durable: bool, created_s: float, end: int = 0
     ) -> None:
-        """Open the segment in ``path``; ``created_s`` (store time) creates it.
-
-        SegmentDamaged when the fault is the file's; OSError when it is not (no memory, no descriptors, no
-        permission): such a file must not be given up.
-        """
         self.path = path
         self.number = number
-        self.keys: list[bytes] = []  # all ever committed here; the index knows the current ones
+        self.created_s = created_s
+        self.keys: list[bytes] = []  # all ever stored here; the page index knows the current ones
         self.last_used_s = 0.0  # youngest use recorded in a row here
         self.closed_to_writes = False
-        self.live_pages = 0  # kept by the index
-        self._pid = os.getpid()
-        self._holders = 0
-        self._dropped = False
-        self._paused = False
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._map_bytes = map_bytes
+        self.damaged = False  # something had to be found by reading records that the index should have had
+        self.found_by_record = 0  # pages that the index did not have at the start
+        self.live_pages = 0  # kept by the page index, like the next
+        self.left_over: dict[int, tuple[bytes, Row]] = {}  # records that are not served, but still on disk
+        self.unowned: list[tuple[int, int]] = []  # (offset, bytes) of what is no whole record
+        self.unindexed_bytes = 0  # of values whose rows are not in the index yet
+        self._file: ValuesFile | None = file
+        self._end = end
         self._durable = durable
-        if created_s is not None:
-            path.mkdir(parents=True)
-        elif not (path / DATA_FILE).exists():
-            raise SegmentDamaged(f"{path.name}: no {DATA_FILE}")
-        _allocate_lock_file(path / LOCK_FILE)  # a no-op where it has its blocks, so also on a full disk
-        self._open(created_s)
-        if created_s is not None and durable:
-            _sync_directory(path)
-            _sync_directory(path.parent)
+        self._unindexed: dict[int, tuple[bytes, Row]] = {}
+        self._index_anew = False
+        self._settled_bytes: int | None = None
+
+    @classmethod
+    def create(cls, path: Path, number: int, *, durable: bool, created_s: float) -> Segment:
+        """A new, empty segment. OSError."""
+        path.mkdir(parents=True)
+        file = ValuesFile(path / VALUES_FILE, create=True)
+        if durable:
+            sync_path(path)
+            sync_path(path.parent)
+        return cls(path, number, file, durable=durable, created_s=created_s)
+
+    @classmethod
+    def load(
+        cls, path: Path, number: int, *, durable: bool, use_index: bool = True
+    ) -> tuple[Segment, list[tuple[bytes, Row]]]:
+        """What is in ``path``: the segment, and its rows in the order of their records.
+
+        Records that the index does not have are looked for, verified, and on disk when this returns.
+        NoSegment; OSError when that cannot be done now: EIO for the disk's fault, others for somebody else's
+        (no memory, no descriptors, no permission).
+        """
+        try:
+            file = ValuesFile(path / VALUES_FILE)
+        except FileNotFoundError:
+            raise NoSegment(f"{path.name}: no {VALUES_FILE}") from None
+        segment = cls(path, number, file, durable=durable, created_s=0.0)
+        indexed = segment._indexed(use_index)
+        known, gaps, tail = _tiles(indexed.rows, file.size())
+        found = scan(file, [*gaps, tail], segment=number)
+        forgotten = any(row.offset < tail[0] for _, row in found.rows)  # by an index that has later ones
+        segment.damaged |= indexed.damaged or forgotten or len(known) < len(indexed.rows)
+        segment._index_anew |= segment.damaged
+        if known:
+            segment.created_s = indexed.created_s
+        elif found.created_s is not None:
+            segment.created_s = found.created_s
+        segment._take_up(known, found)
+        rows = sorted([*known, *found.rows], key=lambda pair: pair[1].offset)
+        if segment.damaged:
+            counts = (len(found.rows), len(rows))
+            log.warning("segment %s: %d of %d pages found by their records", path.name, *counts)
+        for key, row in rows:
+            segment.keys.append(key)
+            segment.last_used_s = max(segment.last_used_s, row.used_s)
+        segment.closed_to_writes |= segment.damaged or not rows
+        return segment, rows
 
     @property
     def dropped(self) -> bool:
         """Whether the segment is gone (or going, once its last reader ends)."""
-        return self._dropped
+        return self._file is None
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the next record goes: about the size of all records."""
+        return self._end
+
+    @property
+    def unindexed(self) -> bool:
+        """Whether there are rows that the index does not have yet."""
+        return bool(self._unindexed)
 
     def allocated_bytes(self) -> int:
-        """Bytes that the data file takes on disk; 0 once dropped."""
-        return 0 if self._dropped else allocated_bytes(self.path / DATA_FILE)
+        """Bytes that its files take on disk; 0 once dropped."""
+        file = self._file
+        if file is None:
+            return 0
+        if self._settled_bytes is not None:
+            return self._settled_bytes
+        size = file.allocated_bytes()
+        size += sum(allocated_bytes(self.path / name) for name in (INDEX_FILE, LOCK_FILE))
+        if self.closed_to_writes and not self._unindexed:
+            self._settled_bytes = size
+        return size
 
     # ---- writing (the writer thread) ----
 
-    def commit(
-        self, values: Sequence[tuple[bytes, bytes | memoryview, Row]], rows: Sequence[tuple[bytes, Row]] = ()
-    ) -> None:
-        """Write all values with their rows, and replace ``rows``, in one transaction. All or nothing.
+    def append(self, values: Sequence[tuple[bytes, bytes | memoryview, Row]]) -> list[tuple[bytes, Row]]:
+        """Write all values, and wait until they are on disk; their rows, with offsets.
 
-        lmdb.MapFullError when the map is full, another lmdb.Error when the disk fails.
+        OSError: none of them is stored, and the segment should take no more (a later sync may lie).
         """
-        self._expect_own_process()
-        with self._env.begin(write=True) as txn:
-            for key, value, row in values:
-                txn.put(key, value, db=self._values)
-                txn.put(key, pack_row(row), db=self._rows)
-            for key, row in rows:
-                txn.put(key, pack_row(row), db=self._rows)
-        for key, _, row in values:
+        file = self._opened()
+        end = self._end
+        rows: list[tuple[bytes, Row]] = []
+        parts: list[bytes | memoryview] = []
+        for key, value, row in values:
+            rows.append((key, replace(row, offset=end + HEAD_BYTES)))
+            parts += record_parts(value, rows[-1][1], segment=self.number, created_s=self.created_s)
+            end += span(row.size)
+        file.write(self._end, parts)
+        if self._durable:
+            file.sync()
+        self._end = end
+        for key, row in rows:
             self.keys.append(key)
             self.last_used_s = max(self.last_used_s, row.used_s)
+            self._note(key, row)
+            self.unindexed_bytes += row.size
+        return rows
 
-    def offsets(self, keys: Iterable[bytes]) -> list[int]:
-        """Offset of each value in the data file; 0 where it cannot be told. Touches the values' pages."""
-        base = self._map_base
-        if base is None:
-            return [0 for _ in keys]
-        with self.reading() as look_up:
-            views = map(look_up, keys)
-            return [0 if view is None else buffer_address(view) - base for view in views]
-
-    def recover(self) -> None:
-        """After a failed commit (the writer thread): LMDB ends an environment whose last page of a commit it
-        could not write, for readers too, so open it anew. SegmentDamaged, OSError when that fails.
-        """
+    def cut_back(self) -> None:
+        """After a failed ``append``: take off the file what it wrote, so that no later start finds it."""
+        file = self._opened()
         try:
-            with self._env.begin():
-                return
-        except lmdb.Error:
-            pass
-        with self._idle:
-            self._paused = True  # a miss, for as long as this takes
-            try:
-                if not self._idle.wait_for(lambda: self._holders == 0, _READERS_END_S) or self._dropped:
-                    return
-                os.close(self._fd)
-                self._env.close()
-                try:
-                    self._open(None)
-                except BaseException:
-                    self._dropped = True  # nothing is open any more
-                    raise
-            finally:
-                self._paused = False
+            file.truncate(self._end)
+        except OSError as error:
+            log.warning("segment %d: a commit that failed stays in the file: %s", self.number, error)
+            if file.size() > self._end:
+                self.unowned.append((self._end, file.size() - self._end))
+
+    def mark_dead(self, rows: Iterable[tuple[bytes, Row]], *, erased: bool = False) -> None:
+        """These pages are not to be found again; ``write_index`` makes that last."""
+        for key, row in rows:
+            self._note(key, replace(row, dead=True, erased=erased))
+            if erased:
+                self.left_over.pop(row.offset, None)
+
+    def write_index(self) -> int:
+        """Write the rows that the index lacks; how many dead readers it had.
+
+        IndexDamaged, OSError: they will be written the next time.
+        """
+        self._opened()
+        rows = list(self._unindexed.values())
+        dead_readers = segment_index.write_index(
+            self.path, rows, created_s=self.created_s, anew=self._index_anew, sync=self._durable
+        )
+        self._unindexed.clear()
+        self.unindexed_bytes = 0
+        self._index_anew = False
+        self._settled_bytes = None
+        return dead_readers
+
+    def erase(self, rows: Iterable[Row] = ()) -> None:
+        """Take the records of these rows, and what belongs to nobody, off the disk. OSError."""
+        self._opened()
+        stretches = [*map(extent, rows), *self.unowned]
+        if stretches:
+            erase(self.path / VALUES_FILE, stretches)
+            self.unowned.clear()
+            self._settled_bytes = None
 
     def sync(self) -> None:
-        """Force everything to disk (for a clean stop without durability)."""
-        self._env.sync(True)
+        """Force everything to disk (for a clean stop without durability). OSError."""
+        self._opened().sync()
+        if (self.path / INDEX_FILE).exists():
+            sync_path(self.path / INDEX_FILE)
+        sync_path(self.path)
 
-    # ---- reading (any thread) ----
+    # ---- reading ----
 
-    def hold(self) -> bool:
-        """Keep the map open until ``let_go``; False when the segment has been dropped."""
-        with self._lock:
-            if self._dropped or self._paused:
-                return False
-            self._holders += 1
-            return True
+    def read(self, offset: int, size: int) -> memoryview:
+        """The stored bytes of a value, unverified, to be read only. CorruptValue, SegmentGone.
 
-    def let_go(self) -> None:
-        """End one ``hold``."""
-        with self._lock:
-            self._holders -= 1
-            self._idle.notify_all()
-            close = self._dropped and self._holders == 0
-        if close:
-            self._close()
-
-    @contextmanager
-    def reading(self) -> Iterator[Callable[[bytes], memoryview | None]]:
-        """A look-up of stored bytes, unverified. The caller holds the segment.
-
-        The views it gives are valid only inside the ``with``: later they would silently show other data.
+        They stay readable as long as the view lives, and may change if the value is erased meanwhile.
         """
-        self._expect_own_process()
-        with self._env.begin(db=self._values, buffers=True) as txn:
-            yield txn.get
+        return self._opened().read(offset, size)
 
-    def expect_readable(self, offset: int, size: int) -> None:
-        """CorruptValue when the disk cannot give these bytes: reading them through the map is a SIGBUS.
+    def read_into(self, offset: int, into: memoryview, *, wait: bool = True) -> None:
+        """Fill ``into`` with the stored bytes of a value, unverified. CorruptValue, SegmentGone.
 
-        Also fetches them in one go. ``offset`` 0: not known, so nothing is tried.
+        NotInMemory when it may not ``wait`` for the disk and would have to.
         """
-        if offset and self._map_base is not None and not populate(self._map_base + offset, size):
-            raise CorruptValue("unreadable", f"{self.path.name}: the disk cannot read it")
+        self._opened().read_into(offset, into, wait=wait)
 
-    def header(self, key: bytes, offset: int = 0, size: int = 0) -> ValueHeader | None:
-        """Header of a stored value, payload unverified; None when absent, CorruptValue when it is not one."""
-        self.expect_readable(offset, size)
-        with self.reading() as look_up:
-            view = look_up(key)
-            return None if view is None else read_header(view)
-
-    def verify(self, key: bytes) -> None:
-        """CorruptValue when the value stored under ``key`` is not whole, or gone."""
-        with self.reading() as look_up:
-            view = look_up(key)
-            if view is None:
-                raise CorruptValue("key", "its segment has lost it")
-            verify_value(view, page_key=key)
+    def header(self, offset: int, size: int) -> ValueHeader:
+        """Header of a stored value, payload unverified; CorruptValue when it is not one. SegmentGone."""
+        head = bytearray(min(HEADER_BYTES, size))
+        self._opened().read_into(offset, memoryview(head))
+        return read_header(head, size)
 
     def announce(self, offset: int, size: int) -> None:
-        """Let the kernel start reading a value."""
-        if offset:
-            announce(self._fd, offset, size)
-
-    def stored_rows(self) -> Iterator[tuple[bytes, Row]]:
-        """Every row, skipping unreadable ones. SegmentDamaged when the tree cannot be walked."""
-        try:
-            with self._env.begin(db=self._rows) as txn:
-                for key, packed in txn.cursor():
-                    try:
-                        yield bytes(key), unpack_row(packed)
-                    except CorruptValue:
-                        continue
-        except lmdb.Error as error:
-            raise SegmentDamaged(f"{self.path.name}: {error}") from error
-
-    def free_dead_readers(self) -> int:
-        """Release slots of readers that died; how many there were."""
-        return int(self._env.reader_check())
+        """Let the kernel start reading values."""
+        file = self._file
+        if file is not None:
+            file.announce(offset, size)
 
     # ---- end ----
 
     def drop(self) -> None:
-        """Unlink the files now, close the map when the last reader lets go."""
-        with self._lock:
-            if self._dropped:
-                return
-            self._dropped = True
-            close = self._holders == 0
+        """Unlink the files now; the disk has their room again when the last reader is done."""
+        self._file = None
+        self.left_over.clear()
         shutil.rmtree(self.path, ignore_errors=True)
-        if close:
-            self._close()
 
     def close(self) -> None:
-        """Close without deleting anything; waits for nobody, so call it when no reads are left."""
-        with self._lock:
-            self._dropped = True
-            close = self._holders == 0
-        if close:
-            self._close()
+        """No more reads and writes. Deletes nothing."""
+        self._file = None
 
-    def _close(self) -> None:
-        os.close(self._fd)
-        self._env.close()
+    def _opened(self) -> ValuesFile:
+        file = self._file
+        if file is None:
+            raise SegmentGone(f"segment {self.number}")
+        return file
 
-    def _open(self, created_s: float | None) -> None:
-        path, durable = self.path, self._durable
+    def _note(self, key: bytes, row: Row) -> None:
+        self._unindexed[row.offset] = (key, row)
+
+    def _indexed(self, use_index: bool) -> IndexRows:
+        """What the index says; nothing when it cannot be used, and then it will be made anew."""
         try:
-            self._env = lmdb.open(
-                str(path), map_size=self._map_bytes, subdir=True, max_dbs=3, max_readers=MAX_READERS,
-                mode=0o600, readahead=False, writemap=False, sync=durable, metasync=durable, meminit=True,
-                max_spare_txns=0,
-            )  # fmt: skip
-        except (lmdb.Error, OSError) as error:
-            raise _fault(path.name, error) from error
-        try:
-            self._fd = os.open(path / DATA_FILE, os.O_RDONLY)
-        except OSError as error:
-            self._env.close()
-            raise _fault(path.name, error) from error
-        try:
-            self._refuse_truncated()
-            self._values = self._env.open_db(b"values")
-            self._rows = self._env.open_db(b"rows")
-            self._about = self._env.open_db(b"about")
-            self.created_s = self._read_created(created_s)
-        except (lmdb.Error, OSError, struct.error, SegmentDamaged) as error:
-            self._close()
-            raise _fault(path.name, error) from error
-        self._map_base = map_base(path / DATA_FILE)
+            if not use_index:
+                raise IndexDamaged(f"{self.path.name}: whoever opens its index dies")
+            found = read_index(self.path)
+        except IndexDamaged as error:
+            log.warning("segment %s", str(error))  # a log that keeps the error would keep the file open
+            self._index_anew = True
+            return IndexRows(0.0, [], True)
+        if found is None:
+            return IndexRows(0.0, [], False)
+        self._index_anew = found.damaged
+        return found
 
-    def _expect_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreClosed("a store that was open before a fork cannot be used in the child")
-
-    def _refuse_truncated(self) -> None:
-        """Reading a mapped page past the end of its file is a SIGBUS, so look before the first read."""
-        needed = (int(self._env.info()["last_pgno"]) + 1) * LMDB_PAGE_BYTES
-        actual = os.fstat(self._fd).st_size
-        if actual < needed:
-            raise SegmentDamaged(f"{self.path.name}: file has {actual} bytes, its tree spans {needed}")
-
-    def _read_created(self, created_s: float | None) -> float:
-        with self._env.begin(write=created_s is not None, db=self._about) as txn:
-            if created_s is not None:
-                txn.put(b"created", _CREATED.pack(_SEGMENT_VERSION, created_s))
-                return created_s
-            packed: Any = txn.get(b"created")
-        if packed is None:
-            raise SegmentDamaged(f"{self.path.name}: not a segment")
-        version, created = _CREATED.unpack(packed)
-        if version != _SEGMENT_VERSION:
-            raise SegmentDamaged(
-                f"{self.path.name}: segment version {version}, this build reads {_SEGMENT_VERSION}"
-            )
-        return float(created)
+    def _take_up(self, known: Sequence[tuple[bytes, Row]], found: Scan) -> None:
+        """Begin with these rows: know where the file ends, and see that what was found is on disk."""
+        file = self._opened()
+        if found.rows and self._durable:
+            try:
+                file.sync()  # a process that was killed may have left it in memory only
+            except OSError as error:
+                raise OSError(errno.EIO, f"what is behind its index cannot be synced: {error}") from error
+        self.found_by_record = len(found.rows)
+        for key, row in found.rows:
+            self._note(key, row)
+            self.unindexed_bytes += row.size
+        if self._index_anew:
+            for key, row in known:
+                self._note(key, row)
+        ends = [sum(extent(row)) for _, row in (*known[-1:], *found.rows[-1:])]
+        self._end = max(ends, default=0)
+        if found.unreadable:
+            self._end = max(self._end, -(-file.size() // BLOCK_BYTES) * BLOCK_BYTES)
+            self.damaged = True
+        elif file.size() > self._end:
+            self.cut_back()
+            self.closed_to_writes = file.size() > self._end
+        self.unowned += [(at, size) for at, size in found.unowned if at + size <= self._end]
 
 
-def _fault(name: str, error: Exception) -> Exception:
-    """Whose fault it is that a segment does not open: SegmentDamaged for the file's, else OSError."""
-    if isinstance(error, SegmentDamaged):
-        return error
-    code = error.errno if isinstance(error, OSError) else None
-    for number in _NOT_THE_FILES_FAULT:  # lmdb.Error says it in words alone
-        if code == number or (code is None and os.strerror(number) in str(error)):
-            return OSError(number, os.strerror(number), f"segment {name}")
-    return SegmentDamaged(f"{name}: {error}")
-
-
-def _allocate_lock_file(path: Path) -> None:
-    """Give the reader table real blocks: it is written through a map, where a full disk is a SIGBUS."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, 128 * (MAX_READERS + 2))
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _tiles(
+    rows: Iterable[tuple[bytes, Row]], size: int
+) -> tuple[list[tuple[bytes, Row]], list[tuple[int, int]], tuple[int, int]]:
+    """Rows whose records can be in a file of ``size`` bytes, the gaps between them, what is behind them."""
+    good: list[tuple[bytes, Row]] = []
+    gaps: list[tuple[int, int]] = []
+    position = 0
+    for key, row in rows:
+        start, length = extent(row)
+        if start < position or start + length > size:
+            continue
+        if start > position:
+            gaps.append((position, start))
+        good.append((key, row))
+        position = start + length
+    return good, gaps, (position, size)

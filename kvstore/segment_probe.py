@@ -1,7 +1,7 @@
-"""Opens a segment in a process of its own, which a broken file may kill.
+"""Opens a segment's index in a process of its own, which a broken file may kill.
 
-A start that was killed while it opened a segment may have been killed by the segment (a sector of its tree
-that cannot be read is a SIGBUS), or by an impatient operator. This tells one from the other.
+A start that was killed while it read an index may have been killed by it (a tree whose pointers lead nowhere
+can be a SIGBUS), or by an impatient operator. This tells one from the other.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from cedar.kvstore.segment import Segment, SegmentDamaged
+from cedar.kvstore.segment_index import IndexDamaged, read_index
 
 _TIMEOUT_S: Final = 60.0
 
 
-def opens_elsewhere(path: Path, map_bytes: int) -> bool:
-    """Whether another process can open the segment and walk its rows."""
-    command = [sys.executable, "-m", "cedar.kvstore.segment_probe", str(path), str(map_bytes)]
+def index_opens_elsewhere(path: Path) -> bool:
+    """Whether another process can read the index of the segment in ``path``."""
+    command = [sys.executable, "-m", "cedar.kvstore.segment_probe", str(path)]
     try:
         probe = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
@@ -28,16 +28,14 @@ def opens_elsewhere(path: Path, map_bytes: int) -> bool:
     return probe.returncode == 0
 
 
-def main(path: str, map_bytes: str) -> int:
-    """Exit status 0 when it opens."""
+def main(path: str) -> int:
+    """Exit status 0 when it can be read."""
     try:
-        segment = Segment(Path(path), 0, map_bytes=int(map_bytes), durable=True, created_s=None)
-        rows = sum(1 for _ in segment.stored_rows())
-        segment.close()
-    except (SegmentDamaged, OSError) as error:
+        found = read_index(Path(path))
+    except (IndexDamaged, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{rows} rows")
+    print(f"{len(found.rows) if found else 0} rows")
     return 0
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import lmdb
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.eviction import SegmentFacts, effective_capacity_bytes
-from cedar.kvstore.machine import free_disk_bytes
+from cedar.kvstore.machine import allocated_bytes, free_disk_bytes
 from cedar.kvstore.rows import Row
-from cedar.kvstore.segment import DATA_FILE, Segment, SegmentDamaged, map_bytes_for
-from cedar.kvstore.segment_probe import opens_elsewhere
+from cedar.kvstore.segment import NoSegment, Segment, SegmentGone
+from cedar.kvstore.segment_index import sync_path
+from cedar.kvstore.segment_probe import index_opens_elsewhere
 
 log = logging.getLogger(__name__)
 
 OPEN_ATTEMPTS: Final = 2
-"""A segment during whose opening the process died this often is tried in another process first."""
+"""A segment during whose opening the process died this often has its index tried in another one first."""
 _ATTEMPTS_FILE: Final = "opening"
+_UNREADABLE: Final = (errno.EIO, errno.EUCLEAN)
 
 
 class SegmentSet:
@@ -30,26 +33,41 @@ class SegmentSet:
     def __init__(self, config: SsdConfig) -> None:
         self._config = config
         self._directory = config.directory / "segments"
-        self.damaged_directory = config.directory / "damaged"
-        self._directory.mkdir(exist_ok=True)
-        self.damaged_directory.mkdir(exist_ok=True)
         self._durable = config.durability == "batch"
-        self._map_bytes = map_bytes_for(config.segment_bytes)
         self._segments: list[Segment] = []
+        self._passed_over: list[Path] = []
         self._open: Segment | None = None
         self._next_number = 1
         self._lock = threading.Lock()
 
+    @property
+    def damaged(self) -> int:
+        """How many segments were found damaged by ``load``, or could not be opened at all."""
+        return len(self._passed_over) + sum(segment.damaged for segment in self._segments)
+
+    @property
+    def found_by_record(self) -> int:
+        """How many pages ``load`` found although the index did not have them."""
+        return sum(segment.found_by_record for segment in self._segments)
+
     def load(self) -> Iterator[tuple[Segment, bytes, Row]]:
-        """Open every segment, oldest first, and give its rows. One that cannot be walked is set aside."""
+        """Open every segment, oldest first, and give its rows in the order of their records."""
+        if not self._directory.exists():
+            return
         for path in sorted(p for p in self._directory.iterdir() if p.name.isdigit()):
             number = int(path.name)
             self._next_number = max(self._next_number, number + 1)
             try:
-                segment, rows = self._open_and_walk(path, number)
-            except SegmentDamaged as error:
-                log.warning("segment set aside: %s", error)
-                self._set_aside(path)
+                segment, rows = self._load(path, number)
+            except NoSegment as error:
+                log.warning("segment removed: %s", error)
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            except OSError as error:
+                if error.errno not in _UNREADABLE:
+                    raise
+                log.warning("segment %s cannot be opened now, and is left alone: %s", path.name, error)
+                self._passed_over.append(path)
                 continue
             self._segments.append(segment)
             for key, row in rows:
@@ -64,21 +82,23 @@ class SegmentSet:
         with self._lock:
             return list(self._segments)
 
+    def unindexed(self) -> list[Segment]:
+        """Those whose index lacks something."""
+        return [segment for segment in self.all() if segment.unindexed]
+
     def for_writing(self, now_s: float) -> Segment:
-        """The open segment, a new one when there is none or it is full or old. OSError, SegmentDamaged."""
+        """The open segment, a new one when there is none or it is full or old. OSError."""
         current = self._open
         if current is not None:
             too_old = now_s - current.created_s >= self._config.segment_s
-            if not too_old and current.allocated_bytes() < self._config.segment_bytes:
+            if not too_old and current.end_bytes < self._config.segment_bytes:
                 return current
             self.close_to_writes()
         path = self._directory / f"{self._next_number:08d}"
         shutil.rmtree(path, ignore_errors=True)  # an attempt that failed half-way
         try:
-            segment = Segment(
-                path, self._next_number, map_bytes=self._map_bytes, durable=self._durable, created_s=now_s
-            )
-        except (SegmentDamaged, OSError):
+            segment = Segment.create(path, self._next_number, durable=self._durable, created_s=now_s)
+        except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
         with self._lock:
@@ -94,16 +114,24 @@ class SegmentSet:
                 self._open.closed_to_writes = True
                 self._open = None
 
+    def give_up_open(self) -> None:
+        """A commit into the open segment failed: leave nothing of it, and no more commits there."""
+        failed = self._open
+        self.close_to_writes()
+        if failed is not None:
+            failed.cut_back()
+            if not failed.end_bytes:
+                self.drop(failed)
+
     def drop(self, segment: Segment) -> None:
         """Delete a segment from disk."""
-        self._forget(segment)
+        with self._lock:
+            if segment is self._open:
+                self._open = None
+            segment.closed_to_writes = True
+            if segment in self._segments:
+                self._segments.remove(segment)
         segment.drop()
-
-    def condemn(self, segment: Segment) -> None:
-        """Take a segment that fails out of service, keeping its file for salvage."""
-        self._forget(segment)
-        self._set_aside(segment.path)
-        segment.close()
 
     def facts(self) -> list[SegmentFacts]:
         """What eviction needs to know of each."""
@@ -113,10 +141,10 @@ class SegmentSet:
         ]
 
     def usage_bytes(self) -> int:
-        """Disk really taken, damaged segments included."""
+        """Disk really taken, by segments that could not be opened too. OSError."""
         used = sum(segment.allocated_bytes() for segment in self.all())
-        for path in self.damaged_directory.glob(f"*/{DATA_FILE}"):
-            used += path.stat().st_blocks * 512
+        for path in self._passed_over:
+            used += sum(allocated_bytes(file) for file in path.iterdir())
         return used
 
     def usage_and_capacity_bytes(self) -> tuple[int, int]:
@@ -131,58 +159,34 @@ class SegmentSet:
         return usage, capacity
 
     def close(self, *, sync: bool) -> None:
-        """Close every segment; ``sync`` forces unsynced commits to disk first. lmdb.Error when one failed."""
-        failed: lmdb.Error | None = None
-        for segment in self.all():
-            try:
-                if sync:
-                    segment.sync()
-            except lmdb.Error as error:
-                failed = error
-            finally:
+        """Close every segment; ``sync`` forces unsynced commits to disk first. OSError when that failed."""
+        try:
+            if sync:
+                self.sync()
+        finally:
+            for segment in self.all():
                 segment.close()
-        if failed is not None:
-            raise failed
 
-    def _forget(self, segment: Segment) -> None:
-        with self._lock:
-            if segment is self._open:
-                self._open = None
-            segment.closed_to_writes = True
-            if segment in self._segments:
-                self._segments.remove(segment)
+    def sync(self) -> None:
+        """Force everything to disk that was written without. OSError."""
+        for segment in self.all():
+            with suppress(SegmentGone):
+                segment.sync()
+        if self._directory.exists():
+            sync_path(self._directory)
 
-    def _open_and_walk(self, path: Path, number: int) -> tuple[Segment, list[tuple[bytes, Row]]]:
+    def _load(self, path: Path, number: int) -> tuple[Segment, list[tuple[bytes, Row]]]:
         attempts_file = path / _ATTEMPTS_FILE
+        use_index = True
         try:
             attempts = len(attempts_file.read_bytes()) if attempts_file.exists() else 0
-            if attempts >= OPEN_ATTEMPTS and not opens_elsewhere(path, self._map_bytes):
-                raise SegmentDamaged(f"{path.name}: the process died {attempts} times while opening it")
+            use_index = attempts < OPEN_ATTEMPTS or index_opens_elsewhere(path)
             attempts_file.write_bytes(b"x" * (attempts + 1))
         except OSError as error:  # a full disk must not cost the segment
             log.warning("segment %s: cannot note the attempt to open it: %s", path.name, error)
-        segment = Segment(
-            path,
-            number,
-            map_bytes=self._map_bytes,
-            durable=self._config.durability == "batch",
-            created_s=None,
-        )
+        loaded = Segment.load(path, number, durable=self._durable, use_index=use_index)
         try:
-            rows = list(segment.stored_rows())
-        except SegmentDamaged:
-            segment.close()
-            raise
-        for key, row in rows:
-            segment.keys.append(key)
-            segment.last_used_s = max(segment.last_used_s, row.used_s)
-        attempts_file.unlink(missing_ok=True)
-        return segment, rows
-
-    def _set_aside(self, path: Path) -> None:
-        target = self.damaged_directory / path.name
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            path.rename(target)
+            attempts_file.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("segment %s stays where it is until the next start: %s", path.name, error)
+            log.warning("segment %s: %s", path.name, error)
+        return loaded

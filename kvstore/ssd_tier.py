@@ -1,4 +1,4 @@
-"""The tier of immutable pages on SSD: put, match and read over time-bucketed LMDB segments.
+"""The tier of immutable pages on SSD: put, match and read over time-bucketed segments.
 
 Threads: one writes (``group_commit``), one maintains (``maintenance``), any number read. Readers never wait
 for the writer. All methods may block on the disk except ``match``, which looks at memory alone.
@@ -8,41 +8,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
-import lmdb
 from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.commit import Committer
 from cedar.kvstore.config import SsdConfig
-from cedar.kvstore.directory_lock import DirectoryLock
-from cedar.kvstore.errors import CorruptValue
 from cedar.kvstore.group_commit import GroupCommit
-from cedar.kvstore.header import read_header, verify_value
-from cedar.kvstore.index import Entry, PageIndex
+from cedar.kvstore.index import PageIndex
 from cedar.kvstore.maintenance import Maintenance
+from cedar.kvstore.page_reader import PageReader, Run
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.quarantine import Quarantine
-from cedar.kvstore.removal import Copies, copies_of, remove_pages
+from cedar.kvstore.removal import Copies, remove_pages
 from cedar.kvstore.rows import UNKNOWN_TENANT, Row
-from cedar.kvstore.segment import LMDB_PAGE_BYTES, Segment
+from cedar.kvstore.segment import Segment
 from cedar.kvstore.segment_set import SegmentSet
-from cedar.kvstore.stats import Counters, PageUse
+from cedar.kvstore.stats import Counters
+from cedar.kvstore.store_directory import StoreDirectory
 from cedar.kvstore.store_time import StoreTime
 from cedar.kvstore.usage_log import UsageLog
-from cedar.kvstore.volatile_mark import VolatileMark
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LookUp = Callable[[bytes], memoryview | None]
 
-MAX_LOST: Final = 65_536
-ERRORS_TO_CONDEMN: Final = 3
-"""Reads that LMDB itself fails in one segment before the segment is taken out of service and salvaged."""
+__all__ = ["Run", "SsdTier", "StoredPage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +50,10 @@ class StoredPage:
     segment: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """Leading pages read together: their keys, and what the reader built from them."""
-
-    count: int
-    value_bytes: int
-
-
 class SsdTier:
     """The tier in ``config.directory``. StoreLocked when another process has it.
 
+    On a disk that is read-only it starts with what is there, and takes puts once the disk does.
     ``background=False`` starts no maintenance thread: the caller runs ``maintenance.tick``.
     """
 
@@ -83,16 +68,11 @@ class SsdTier:
         self.config = config
         self.counters = counters or Counters()
         clock = clock or SystemClock()
-        config.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = DirectoryLock(config.directory)
+        self._directory = StoreDirectory(config.directory, clock, volatile=config.durability == "none")
         segments: SegmentSet | None = None
         try:
-            self._volatile = VolatileMark(config.directory, clock)
-            if config.durability == "none":
-                self._volatile.set()
             self._segments = segments = SegmentSet(config)
             self.tenants = config.tenant_table
-            self._lost: OrderedDict[bytes, None] = OrderedDict()
             self._index = PageIndex(self.tenants.ttl_s, config.usage_grain_s)
             floor_s = self._load_index()
             uses = UsageLog(
@@ -108,13 +88,18 @@ class SsdTier:
         except BaseException:
             if segments is not None:
                 segments.close(sync=False)
-            self._lock.release()
+            self._directory.release()
             raise
-        self._errors: dict[int, int] = {}
         self._closed = False
         self._pid = os.getpid()
         self._committer = committer = Committer(
-            config, clock, self._segments, self._index, self.counters, self._press
+            config,
+            clock,
+            self._segments,
+            self._index,
+            self.counters,
+            prepare=self._prepare,
+            on_pressure=lambda: self.maintenance.wake(),
         )
         self._writer = GroupCommit(
             config,
@@ -124,7 +109,7 @@ class SsdTier:
             now_s=self._time.now_s,
             tenants=self.tenants,
             on_quota=lambda tenant: self.maintenance.over_quota(tenant),
-            on_corrupt=self._corrupt,
+            on_corrupt=lambda *what: self._reader.corrupt(*what),
         )
         self.maintenance = Maintenance(
             config,
@@ -138,6 +123,14 @@ class SsdTier:
             tenants=self.tenants,
             remove=self.remove,
         )
+        self._reader = PageReader(
+            self._index,
+            self.counters,
+            self._quarantine,
+            now_s=self._time.now_s,
+            mark_dead=self._writer.mark_dead,
+            served=self.maintenance.served,
+        )
         if background:
             self.maintenance.start()
 
@@ -149,12 +142,16 @@ class SsdTier:
 
     # ---- reading ----
 
-    def match(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are held. Counts as a use of them: their holder may never fetch the head."""
+    def match(self, keys: Sequence[bytes], tenant: bytes = b"") -> int:
+        """How many leading pages are held. Counts as a use of them: their holder may never fetch the head.
+
+        ``tenant``: who looks, to whom it is booked; empty: whoever the first page found belongs to.
+        """
         now_s = self._time.now_s()
         count = self._index.use_leading(keys, now_s)
         first = self._index.get(keys[0]) if count else None
-        self.counters.observer.looked_up("ssd", first.tenant if first else b"", len(keys), count)
+        whose = tenant or (first.tenant if first else b"")
+        self.counters.observer.looked_up("ssd", whose, len(keys), count)
         return count
 
     def get(self, key: bytes) -> bytes | None:
@@ -175,57 +172,29 @@ class SsdTier:
         At least one page if the first is held, else None. The run ends before the first page that is missing,
         expired, damaged or of another size. ``build`` must copy: the views die when it returns.
         """
-        now_s = self._time.now_s()
-        with ExitStack() as stack:
-            views: list[memoryview] = []
-            uses: list[PageUse] = []
-            look_ups: dict[Segment, LookUp] = {}
-            size = page_tokens = 0
-            for key in keys:
-                entry = self._index.live(key, now_s)
-                if entry is None:
-                    self._count_miss(key)
-                    break
-                if views and (entry.size != size or (len(views) + 1) * size > max_bytes):
-                    break
-                view = self._view(key, entry, look_ups, stack)
-                if view is None:
-                    break
-                size = entry.size
-                views.append(view)
-                uses.append(PageUse(entry.tenant, now_s - entry.put_s))
-            if not views:
-                return None
-            page_tokens = read_header(views[0]).tokens
-            built = build(views)
-        served = keys[: len(views)]
-        if use:
-            self._index.touch(served, now_s)
-            self.maintenance.served(served, now_s)
-            self.counters.add("store_pages_read", len(served))
-            self.counters.add("store_read_bytes", size * len(served))
-            self.counters.observer.served("ssd", uses, size, page_tokens)
-        return Run(len(served), size), built
+        return self._reader.read_run(keys, max_bytes, build, use=use)
+
+    def read_into(
+        self,
+        keys: Sequence[bytes],
+        max_bytes: int,
+        place: Callable[[int, int], Sequence[memoryview]],
+        *,
+        use: bool = True,
+        wait: bool = True,
+    ) -> Run | None:
+        """Read leading pages, as ``read_run`` does, into memory of the caller's, and verify them there.
+
+        ``place(count, value_bytes)`` gives that many writable views of that size; it is called once, if at
+        all. The run may be shorter than it was told: what the other views hold then is nothing.
+        ``wait=False``: never waits for the disk; NotInMemory when it would have to, or when a page is not
+        sound, with nothing counted or changed: then read again and wait.
+        """
+        return self._reader.read_into(keys, max_bytes, place, use=use, wait=wait)
 
     def announce(self, keys: Sequence[bytes]) -> None:
         """Let the kernel start reading these pages, before the first of them is read."""
-        now_s = self._time.now_s()
-        stretches: list[tuple[Segment, int, int]] = []  # pages stored together are read in one go
-        for key in keys:
-            entry = self._index.live(key, now_s)
-            if entry is None:
-                break
-            end = entry.offset + entry.size
-            if stretches:
-                segment, start, until = stretches[-1]
-                if entry.segment is segment and 0 <= entry.offset - until < LMDB_PAGE_BYTES:
-                    stretches[-1] = (segment, start, end)
-                    continue
-            stretches.append((entry.segment, entry.offset, end))
-        for segment, start, end in stretches:
-            if segment.hold():
-                segment.announce(start, end - start)
-                segment.let_go()
+        self._reader.announce(keys)
 
     # ---- for other nodes ----
 
@@ -246,7 +215,7 @@ class SsdTier:
 
     def lost(self, key: bytes) -> bool:
         """Whether this page was here and turned out damaged."""
-        return key in self._lost
+        return self._reader.lost(key)
 
     def listing(self, portion: int) -> Iterator[list[bytes]]:
         """Keys of all pages in portions: young segments first, in each the last used first, heads first."""
@@ -261,19 +230,8 @@ class SsdTier:
 
     def page_tokens(self) -> int:
         """Tokens of a page, as the first readable page held says; 0 when there is none. Not a use."""
-        for key in next(self.listing(16), []):
-            entry = self._index.get(key)
-            if entry is None or not entry.segment.hold():
-                continue
-            try:
-                header = entry.segment.header(key, entry.offset, entry.size)
-            except (CorruptValue, lmdb.Error):
-                continue
-            finally:
-                entry.segment.let_go()
-            if header is not None:
-                return header.tokens
-        return 0
+        found = (self._reader.tokens_of(key) for key in next(self.listing(16), []))
+        return next((tokens for tokens in found if tokens), 0)
 
     def describe(self, key: bytes) -> StoredPage | None:
         """What is known of a page, expired or not. Not a use."""
@@ -296,23 +254,7 @@ class SsdTier:
 
         Changes nothing, unlike ``get``, which quarantines a bad page.
         """
-        entry = self._index.live(key, self._time.now_s())
-        if entry is None or not entry.segment.hold():
-            return "gone"
-        try:
-            entry.segment.expect_readable(entry.offset, entry.size)
-            with entry.segment.reading() as look_up:
-                view = look_up(key)
-                if view is None:
-                    return "key"
-                verify_value(view, page_key=key)
-        except CorruptValue as error:
-            return error.reason
-        except lmdb.Error as error:
-            return type(error).__name__
-        finally:
-            entry.segment.let_go()
-        return ""
+        return self._reader.why_unsound(key)
 
     def keys_held(self, *, tenant: bytes = b"", segment: int = 0) -> list[bytes]:
         """Keys of all pages that can be served (of a tenant, of a segment), chain heads first."""
@@ -340,8 +282,7 @@ class SsdTier:
             for key in keys:
                 entry = self._index.get(key)
                 if entry is not None:
-                    row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset)
-                    copies.setdefault(entry.segment, {})[key] = row
+                    copies.setdefault(entry.segment, {})[entry.offset] = (key, entry.row())
             return self._removed(copies)
 
         return self._writer.call(chore)
@@ -351,19 +292,29 @@ class SsdTier:
 
         Covers every put that was submitted before, older copies, quarantined and damaged data. Blocks.
         """
-        tenants = {tenant, UNKNOWN_TENANT}
-        self.maintenance.discard_damaged()
+        tenants = (tenant, UNKNOWN_TENANT)
         closed = [segment for segment in self._segments.all() if segment.closed_to_writes]
-        copies = copies_of(closed, tenants)
+        copies = self._copies(closed, tenants)
 
         def chore() -> int:
             seen = set(closed)
-            copies.update(copies_of([s for s in self._segments.all() if s not in seen], tenants))
+            copies.update(self._copies([s for s in self._segments.all() if s not in seen], tenants))
             return self._removed(copies)
 
         size = self._writer.call(chore).result()
         self._quarantine.purge(tenants)
-        return [key for rows in copies.values() for key in rows], size
+        return [key for pages in copies.values() for key, _ in pages.values()], size
+
+    def _copies(self, segments: Sequence[Segment], tenants: Sequence[bytes]) -> Copies:
+        """What is there of these tenants, and the segments in which something is nobody's."""
+        found: Copies = {}
+        for segment in segments:
+            pages: dict[int, tuple[bytes, Row]] = {}
+            for tenant in tenants:
+                pages |= self._index.copies(segment, tenant)
+            if pages or segment.unowned:
+                found[segment] = pages
+        return found
 
     def _removed(self, copies: Copies) -> int:
         def not_erased() -> None:
@@ -407,87 +358,29 @@ class SsdTier:
         self._writer.stop()
         self.maintenance.save()
         try:
-            self._segments.close(sync=self._volatile.marked)
-            self._volatile.clear()
-        except (
-            lmdb.Error,
-            OSError,
-        ) as error:  # the mark stays, should the machine go down before it is on disk
+            self._segments.close(sync=self._directory.unsynced)
+            self._directory.synced()
+        except OSError as error:  # the mark stays, should the machine go down before it is on disk
             log.warning("store %s: not everything is on disk: %s", self.config.directory, error)
         finally:
-            self._lock.release()
+            self._directory.release()
+
+    def _prepare(self) -> None:
+        """Before a commit: do what a start, or an earlier process, left undone. OSError, StoreLocked."""
+        self._directory.prepare()
+        if self.config.durability == "batch" and self._directory.unsynced:
+            self._segments.sync()  # else a crash of the machine would take what is acknowledged from now on
+            self._directory.synced()
 
     def _load_index(self) -> float:
         """Fill the index from the segments; the youngest store time found."""
         youngest_s = 0.0
         for segment, key, row in self._segments.load():
             youngest_s = max(youngest_s, row.used_s)
-            if row.dead:
-                entry = self._index.get(key)
-                if entry is not None and entry.segment is segment:
-                    self._index.remove(key, segment)
-            else:
+            if not row.dead:
                 self._index.insert(key, row, segment)
+            elif not row.erased:
+                segment.left_over[row.offset] = (key, row)
+        self.counters.add("store_segments_damaged", self._segments.damaged)
+        self.counters.add("store_pages_found_by_record", self._segments.found_by_record)
         return youngest_s
-
-    def _view(
-        self, key: bytes, entry: Entry, look_ups: dict[Segment, LookUp], stack: ExitStack
-    ) -> memoryview | None:
-        """A verified view that lives as long as ``stack``; None when the page cannot be served."""
-        segment = entry.segment
-        try:
-            if segment not in look_ups:
-                if not segment.hold():
-                    return None
-                stack.callback(segment.let_go)
-                look_ups[segment] = stack.enter_context(segment.reading())
-            segment.expect_readable(entry.offset, entry.size)
-            view = look_ups[segment](key)
-            if view is None:
-                raise CorruptValue("key", "its segment has lost it")
-            try:
-                verify_value(view, page_key=key)
-            except CorruptValue as error:
-                self._quarantine.keep(key, error.reason, bytes(view), tenant=entry.tenant)
-                raise
-        except CorruptValue as error:
-            self._corrupt(key, entry, error)
-            return None
-        except lmdb.Error as error:
-            self._segment_error(key, entry, error)
-            return None
-        return view
-
-    def _corrupt(self, key: bytes, entry: Entry, error: CorruptValue) -> None:
-        if self._index.remove(key, entry.segment):
-            self._note_lost(key)
-            self.counters.add("store_values_corrupt")
-            self.counters.observer.quarantined(error.reason)
-            row = Row(entry.size, entry.used_s, entry.page_index, entry.tenant, entry.offset, dead=True)
-            self._writer.mark_dead(entry.segment, key, row)
-            log.warning("page %s: %s", key.hex(), error)
-
-    def _segment_error(self, key: bytes, entry: Entry, error: lmdb.Error) -> None:
-        """LMDB itself failed: forget the page, and after a few the whole segment."""
-        segment = entry.segment
-        self._note_lost(key)
-        log.warning("segment %d: page %s: %s", segment.number, key.hex(), error)
-        self._index.remove(key, segment)
-        self._errors[segment.number] = self._errors.get(segment.number, 0) + 1
-        if self._errors[segment.number] >= ERRORS_TO_CONDEMN and not segment.dropped:
-            self.counters.add("store_segments_damaged")
-            self._index.remove_segment(segment)
-            self._segments.condemn(segment)
-            self.maintenance.wake()
-
-    def _note_lost(self, key: bytes) -> None:
-        self._lost[key] = None
-        if len(self._lost) > MAX_LOST:
-            self._lost.popitem(last=False)
-
-    def _count_miss(self, key: bytes) -> None:
-        expired = self._index.get(key) is not None
-        self.counters.add("store_page_expired" if expired else "store_page_misses")
-
-    def _press(self) -> None:
-        self.maintenance.wake()

@@ -28,13 +28,13 @@ class UsageLog:
         self._directory = directory
         self._period_s = period_s
         self._keep_s = keep_s
-        directory.mkdir(exist_ok=True)
 
     def append(self, uses: Mapping[bytes, float], now_s: float) -> None:
         """Add uses (key -> store time). OSError when the disk will not; the uses are then only in memory."""
         if not uses:
             return
         records = b"".join(_RECORD.pack(key, used_s) for key, used_s in uses.items())
+        self._directory.mkdir(exist_ok=True)
         chunk = _CHUNK.pack(len(uses), xxhash.xxh3_64_intdigest(records)) + records
         with open(self._directory / f"{int(now_s // self._period_s):012d}.log", "ab") as file:
             file.write(chunk)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class VolatileMark:
-    """The mark in ``directory``; constructing it discards data left by a crash."""
+    """The mark in ``directory``; constructing it discards data left by a crash. OSError."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._path = directory / "volatile"
@@ -26,7 +26,8 @@ class VolatileMark:
             marked = self._path.read_text().strip()
             if marked != self._boot_id or marked == "unknown":
                 log.warning("unsynced data of an earlier boot: discarding the store's segments")
-                shutil.rmtree(directory / "segments", ignore_errors=True)
+                if (directory / "segments").exists():
+                    shutil.rmtree(directory / "segments")
                 self._path.unlink()
 
     @property
@@ -48,4 +49,5 @@ class VolatileMark:
 
     def clear(self) -> None:
         """Everything is on disk."""
-        self._path.unlink(missing_ok=True)
+        if self._path.exists():
+            self._path.unlink()

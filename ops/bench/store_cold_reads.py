@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cedar.kvstore.config import GIB, SsdConfig
 from cedar.kvstore.put import PutItem
-from cedar.kvstore.segment import DATA_FILE
+from cedar.kvstore.segment import VALUES_FILE
 from cedar.kvstore.ssd_tier import SsdTier
 
 from .store_measure import (
@@ -37,7 +37,7 @@ from .store_measure import (
 
 CHAIN_PAGES = 64
 FRAME_PAGES = 4
-ANNOUNCED_PAGES = 16
+ANNOUNCED_PAGES = 8
 Runs = list[list[tuple[int, int]]]
 _CGROUP = Path("/sys/fs/cgroup/memory")
 
@@ -54,7 +54,7 @@ def cold_reads(
 
         def sample(name: str) -> float:
             drop_cached(directory / "plain")
-            for path in directory.glob(f"tier/segments/*/{DATA_FILE}"):
+            for path in directory.glob(f"tier/segments/*/{VALUES_FILE}"):
                 drop_cached(path)
             found = _child(directory, name, chains, reads, len(samples.get(name, ())), group)
             samples.setdefault(name, []).append(found)
@@ -177,16 +177,18 @@ def _tier_reader(directory: Path, runs: Runs) -> Callable[[], None]:
     chains = {chain: bench_keys(CHAIN_PAGES, salt=chain) for run in runs for chain, _ in run}
     wanted = [[chains[chain][page] for chain, page in run] for run in runs]
 
+    frame = [memoryview(bytearray(VALUE_BYTES)) for _ in range(FRAME_PAGES)]
+
     def read() -> None:
         for keys in wanted:
             tier.announce(keys[:ANNOUNCED_PAGES])
-            position = 0
-            while position < len(keys):
-                found = tier.read_run(keys[position:], FRAME_PAGES * VALUE_BYTES, b"".join)
+            for position in range(0, len(keys), FRAME_PAGES):
+                if position % ANNOUNCED_PAGES == 0:
+                    tier.announce(keys[position + ANNOUNCED_PAGES : position + 2 * ANNOUNCED_PAGES])
+                pages = keys[position : position + FRAME_PAGES]
+                found = tier.read_into(pages, FRAME_PAGES * VALUE_BYTES, lambda count, size: frame)
                 assert found is not None
-                position += found[0].count
-                ahead = position - found[0].count + ANNOUNCED_PAGES
-                tier.announce(keys[ahead : ahead + found[0].count])
+                assert found.count == len(pages)
 
     return read
 

@@ -26,7 +26,7 @@ from cedar.kvstore.ssd_tier import SsdTier
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 ROOT = root_key(b"test-format", FINGERPRINT, b"tenant")
 PAGE_TOKENS = 32
-SIZE = 12_000  # a value of three database pages and a bit, so that it can tear
+SIZE = 12_000  # a value of several blocks, so that it can tear
 
 
 def keys_of(salt: int, pages: int) -> list[bytes]:
@@ -101,11 +101,18 @@ class Orders:
         """[right, missing, wrong]"""
         return count(self.tier, salt, pages)
 
+    def write_indices(self) -> int:
+        """Bring every index up to date; how many could not be."""
+        committer = self.tier._committer
+        unindexed = self.tier._segments.unindexed
+        self.tier._writer.call(lambda: committer.keep_index(everything=True)).result(60)
+        return len(unindexed())
+
     def where(self, salt: int, page: int) -> list[Any]:
-        """[data file, offset of the value]"""
+        """[values file, offset of the value]"""
         entry = self.tier._index.get(keys_of(salt, page + 1)[page])
         assert entry is not None
-        return [str(entry.segment.path / "data.mdb"), entry.offset]
+        return [str(entry.segment.path / "values.dat"), entry.offset]
 
     def tick(self) -> bool:
         """A round of maintenance; whether it went well."""

@@ -1,6 +1,6 @@
 /* A disk that fails when told: preloaded into a store process, ruled by a small file that both sides map.
  *
- * Only files under the directory of `struct orders` are touched, only *.mdb where `databases_only` is set.
+ * Only files under the directory of `struct orders` are touched, only the files of segments where `segments_only` is set.
  * From the (`skip`+1)th matching call on, `times` calls fail with `error`, or write half (error == SHORT).
  * `delay_us` is slept in every matching sync. A bad range gives SIGBUS under a map and EIO in plain reads,
  * as a sector does that the disk cannot read any more. */
@@ -22,7 +22,7 @@ enum { SYNC = 1, WRITE = 2, NAMES = 4 };
 enum { SHORT = -1 };
 
 struct orders {
-    int32_t calls, skip, times, error, delay_us, databases_only, hits, seen;
+    int32_t calls, skip, times, error, delay_us, segments_only, hits, seen;
     int64_t bad_offset, bad_bytes;
     char bad_file[256];
     char directory[256];
@@ -44,7 +44,8 @@ __attribute__((constructor)) static void start(void) {
 static int path_matches(const char *path) {
     size_t length = strlen(path);
     if (strncmp(path, orders->directory, strlen(orders->directory))) return 0;
-    return !orders->databases_only || (length > 4 && !strcmp(path + length - 4, ".mdb"));
+    if (!orders->segments_only) return 1;
+    return length > 4 && (!strcmp(path + length - 4, ".mdb") || !strcmp(path + length - 4, ".dat"));
 }
 
 static int path_of(int fd, char *path, size_t size) {
@@ -92,6 +93,19 @@ ssize_t writev(int fd, const struct iovec *parts, int count) {
     return REAL(writev)(fd, parts, e == SHORT ? 1 : count);
 }
 
+/* Python calls the forms with flags. */
+#define PARTS_WRITER(name, flags_parameter, flags_argument)                                      \
+    ssize_t name(int fd, const struct iovec *parts, int count, off_t offset flags_parameter) {   \
+        int e = verdict_fd(WRITE, fd);                                                           \
+        if (e > 0) { errno = e; return -1; }                                                     \
+        return REAL(name)(fd, parts, e == SHORT ? 2 : count, offset flags_argument);             \
+    }
+#define COMMA ,
+PARTS_WRITER(pwritev, , )
+PARTS_WRITER(pwritev64, , )
+PARTS_WRITER(pwritev2, COMMA int flags, COMMA flags)
+PARTS_WRITER(pwritev64v2, COMMA int flags, COMMA flags)
+
 ssize_t write(int fd, const void *data, size_t size) {
     int e = verdict_fd(WRITE, fd);
     if (e > 0) { errno = e; return -1; }
@@ -136,6 +150,33 @@ static int is_bad(int fd, off_t start, size_t size, off_t *first, size_t *length
     }
 READER(pread)
 READER(pread64)
+
+static int any_is_bad(int fd, const struct iovec *parts, int count, off_t offset) {
+    off_t first;
+    size_t length, size = 0;
+    for (int i = 0; i < count; i++) size += parts[i].iov_len;
+    return is_bad(fd, offset, size, &first, &length);
+}
+
+#define PARTS_READER(name, flags_parameter, flags_argument)                                      \
+    ssize_t name(int fd, const struct iovec *parts, int count, off_t offset flags_parameter) {   \
+        if (any_is_bad(fd, parts, count, offset)) { errno = EIO; return -1; }                    \
+        return REAL(name)(fd, parts, count, offset flags_argument);                              \
+    }
+PARTS_READER(preadv, , )
+PARTS_READER(preadv64, , )
+PARTS_READER(preadv2, COMMA int flags, COMMA flags)
+PARTS_READER(preadv64v2, COMMA int flags, COMMA flags)
+
+ssize_t read(int fd, void *data, size_t size) {
+    off_t first;
+    size_t length;
+    if (orders && orders->bad_bytes && is_bad(fd, lseek(fd, 0, SEEK_CUR), size, &first, &length)) {
+        errno = EIO;
+        return -1;
+    }
+    return REAL(read)(fd, data, size);
+}
 
 #define MAPPER(name)                                                               \
     void *name(void *at, size_t size, int prot, int flags, int fd, off_t offset) { \

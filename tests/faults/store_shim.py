@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 SYNC: Final = 1  # fsync, fdatasync
-WRITE: Final = 2  # write, writev, pwrite
+WRITE: Final = 2  # write, writev, pwrite, pwritev
 NAMES: Final = 4  # mkdir, unlink, rmdir, rename, and opening to write
 SHORT: Final = -1  # "error": write half and say so
 
@@ -29,7 +29,7 @@ class Orders(ctypes.Structure):
     times: int
     error: int
     delay_us: int
-    databases_only: int
+    segments_only: int
     hits: int
     seen: int
     bad_offset: int
@@ -42,7 +42,7 @@ class Orders(ctypes.Structure):
         ("times", ctypes.c_int32),
         ("error", ctypes.c_int32),
         ("delay_us", ctypes.c_int32),
-        ("databases_only", ctypes.c_int32),
+        ("segments_only", ctypes.c_int32),
         ("hits", ctypes.c_int32),
         ("seen", ctypes.c_int32),
         ("bad_offset", ctypes.c_int64),
@@ -61,7 +61,7 @@ class FailingDisk:
             self._map = mmap.mmap(file.fileno(), 0)
         self.orders = Orders.from_buffer(self._map)
         self.orders.directory = os.fsencode(directory.resolve())
-        self.orders.databases_only = 1
+        self.orders.segments_only = 1
         self.environment = {"LD_PRELOAD": str(library), "STORE_SHIM": str(orders_file)}
 
     def fail(self, calls: int, error: int, *, after: int = 0, times: int = 1 << 30) -> None:
@@ -73,7 +73,7 @@ class FailingDisk:
 
     def read_only(self) -> None:
         """As after an ``errors=remount-ro``: nothing under the directory can be written or renamed."""
-        self.orders.databases_only = 0
+        self.orders.segments_only = 0
         self.fail(WRITE | NAMES, errno.EROFS)
 
     def slow(self, delay_s: float) -> None:

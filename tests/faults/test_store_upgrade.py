@@ -3,60 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import lmdb
 import pytest
-from cedar.kvstore.segment import map_bytes_for
+import xxhash
+from cedar.kvstore.records import HEAD_BYTES
+from cedar.kvstore.ssd_tier import SsdTier
 
-from .store_child import count, items_of, keys_of, open_tier
+from .store_child import count, items_of, keys_of, open_tier, value_of
 
 
-def written(directory: Path) -> Path:
-    """A store with two chains; its only segment."""
+def written(directory: Path) -> tuple[Path, dict[bytes, int]]:
+    """A store with two chains: its only segment, and where the values of the first chain are in it."""
     tier = open_tier(directory)
     for salt in (0, 1):
         assert tier.put(items_of(salt, 4)).result(30).stored == 4
+    places = {key: offset_of(tier, key) for key in keys_of(0, 4)}
     tier.close()
-    return directory / "segments" / "00000001"
+    return directory / "segments" / "00000001", places
 
 
-def rewrite(segment: Path, table: bytes, key: bytes, value: bytes) -> None:
-    with lmdb.open(str(segment), max_dbs=3, map_size=map_bytes_for(1 << 20)) as env:
-        inner = env.open_db(table)
-        with env.begin(write=True) as txn:
-            txn.put(key, value, db=inner)
+def offset_of(tier: SsdTier, key: bytes) -> int:
+    entry = tier._index.get(key)
+    assert entry is not None
+    return entry.offset
 
 
-def read(segment: Path, table: bytes, key: bytes) -> bytes:
-    with lmdb.open(str(segment), max_dbs=3, map_size=map_bytes_for(1 << 20)) as env:
-        inner = env.open_db(table)
-        with env.begin() as txn:
-            found: bytes | None = txn.get(key, db=inner)
-            assert found is not None
-            return found
+def change_index(segment: Path, key: bytes, at: int, new: bytes) -> None:
+    """Overwrite some bytes of a row of the index."""
+    with lmdb.open(str(segment), max_dbs=0, map_size=1 << 20) as env, env.begin(write=True) as txn:
+        row = bytearray(txn.get(key))
+        row[at : at + len(new)] = new
+        assert txn.put(key, bytes(row))
 
 
-def test_a_segment_of_another_version(tmp_path: Path) -> None:
-    segment = written(tmp_path / "store")
-    about = read(segment, b"about", b"created")
-    rewrite(segment, b"about", b"created", struct.pack("<I", 99) + about[4:])
+def change_value(segment: Path, at: int, new: bytes) -> None:
+    with open(segment / "values.dat", "r+b") as file:
+        file.seek(at)
+        file.write(new)
+
+
+def test_an_index_of_another_version(tmp_path: Path) -> None:
+    segment, _ = written(tmp_path / "store")
+    change_index(segment, b"about the segment", 0, struct.pack("<I", 99))
     tier = open_tier(tmp_path / "store")
+    assert tier.counters["store_segments_damaged"] == 1
+    assert count(tier, 0, 4) == [4, 0, 0], "records that are understood are found without it"
     assert tier.put(items_of(2, 4)).result(30).stored == 4, "it works"
-    for _ in range(20):
-        tier.maintenance.tick()
-    assert count(tier, 0, 4) == [4, 0, 0], "values that are understood come over"
+    tier.close()
+    tier = open_tier(tmp_path / "store")
+    assert tier.counters["store_segments_damaged"] == 0, "the index was made anew"
+    assert [count(tier, salt, 4) for salt in range(3)] == [[4, 0, 0]] * 3
     tier.check_integrity(deep=True)
     tier.close()
 
 
 def test_a_value_of_another_version_is_a_miss(tmp_path: Path) -> None:
-    segment = written(tmp_path / "store")
+    segment, places = written(tmp_path / "store")
     key = keys_of(0, 4)[2]
-    value = bytearray(read(segment, b"values", key))
-    value[4:6] = struct.pack("<H", 2)
-    rewrite(segment, b"values", key, bytes(value))
+    change_value(segment, places[key] + 4, struct.pack("<H", 2))
     tier = open_tier(tmp_path / "store")
     assert count(tier, 0, 4) == [3, 1, 0]
     assert count(tier, 1, 4) == [4, 0, 0]
@@ -65,15 +73,50 @@ def test_a_value_of_another_version_is_a_miss(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_row_of_another_version_is_a_miss(tmp_path: Path) -> None:
-    segment = written(tmp_path / "store")
-    key = keys_of(0, 4)[2]
-    row = bytearray(read(segment, b"rows", key))
-    row[0] = 9
-    rewrite(segment, b"rows", key, bytes(row))
+def test_a_row_of_another_version_is_not_needed(tmp_path: Path) -> None:
+    segment, places = written(tmp_path / "store")
+    change_index(segment, struct.pack(">Q", places[keys_of(0, 4)[2]]), 0, b"\x09")
+    tier = open_tier(tmp_path / "store")
+    assert tier.counters["store_pages_found_by_record"] == 1
+    assert count(tier, 0, 4) == count(tier, 1, 4) == [4, 0, 0]
+    tier.close()
+
+
+def test_a_record_of_another_version_is_a_miss(tmp_path: Path) -> None:
+    segment, places = written(tmp_path / "store")
+    at = places[keys_of(0, 4)[2]]
+    with open(segment / "values.dat", "r+b") as file:  # such as that build would write, checksum and all
+        file.seek(at - HEAD_BYTES)
+        head = bytearray(file.read(HEAD_BYTES + 96))
+        head[4:6] = struct.pack("<H", 9)
+        checksum = xxhash.xxh3_64(bytes(head[:120]) + bytes(head[HEAD_BYTES:])).intdigest()
+        head[120:HEAD_BYTES] = struct.pack("<Q", checksum)
+        file.seek(at - HEAD_BYTES)
+        file.write(head)
+    os.unlink(segment / "data.mdb")
     tier = open_tier(tmp_path / "store")
     assert count(tier, 0, 4) == [3, 1, 0]
+    assert count(tier, 1, 4) == [4, 0, 0]
     assert tier.put(items_of(0, 4)).result(30).stored == 1
+    tier.close()
+
+
+def test_a_segment_of_the_first_format_is_a_miss(tmp_path: Path) -> None:
+    """It kept its values inside LMDB."""
+    segment = tmp_path / "store" / "segments" / "00000007"
+    segment.mkdir(parents=True)
+    key = keys_of(0, 1)[0]
+    with lmdb.open(str(segment), max_dbs=3, map_size=16 << 20) as env:
+        tables = {name: env.open_db(name) for name in (b"values", b"rows", b"about")}
+        with env.begin(write=True) as txn:
+            txn.put(b"created", struct.pack("<Id", 1, 1.0), db=tables[b"about"])
+            txn.put(key, value_of(key), db=tables[b"values"])
+            txn.put(key, bytes(36) + b"tenant", db=tables[b"rows"])
+    tier = open_tier(tmp_path / "store")
+    assert count(tier, 0, 1) == [0, 1, 0]
+    assert not segment.exists()
+    assert tier.put(items_of(0, 4)).result(30).stored == 4, "it works"
+    assert tier.stats()["store_segments"] == 1
     tier.close()
 
 

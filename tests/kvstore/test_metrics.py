@@ -102,9 +102,11 @@ async def test_a_node_counts_by_tier_and_tenant(running_node: Any, chains: Any) 
         assert [i async for i, _ in client.get_pages(keys[:4])] == [0, 1, 2, 3]
         await client.match(chains.root(), keys)
         await client.match(chains.root("b"), chains.keys(3, tenant="b"))
+        await client.match(chains.root(), chains.keys(5, salt=9), tenant=tenant)  # nothing of it is here
         await client.put_window(keys[3], 130, b"d" * 32, b"record" * 100)
         await client.get_window(keys[3], 130, b"d" * 32)
         await client.get_window(keys[2], 99, b"d" * 32)
+        await client.get_window(keys[2], 98, b"d" * 32, tenant=tenant)
         url = f"http://127.0.0.1:{node.metrics_port}/metrics"
 
         def scrape() -> str:
@@ -117,12 +119,13 @@ async def test_a_node_counts_by_tier_and_tenant(running_node: Any, chains: Any) 
         }
         lookups = "cedar_store_lookup_pages_total"
         assert found[f'{lookups}{{result="hit",tenant="{label}",tier="ssd"}}'] == 4
-        assert found[f'{lookups}{{result="miss",tenant="{label}",tier="ssd"}}'] == 2
+        assert found[f'{lookups}{{result="miss",tenant="{label}",tier="ssd"}}'] == 2 + 5
         assert found[f'{lookups}{{result="miss",tenant="unknown",tier="ssd"}}'] == 3
         tokens = "cedar_store_lookup_tokens_total"
         assert found[f'{tokens}{{result="hit",tenant="{label}",tier="ssd"}}'] == 4 * 32
         assert found[f'{tokens}{{result="hit",tenant="unknown",tier="window"}}'] == 130 % 32
         assert found[f'{lookups}{{result="miss",tenant="unknown",tier="window"}}'] == 1
+        assert found[f'{lookups}{{result="miss",tenant="{label}",tier="window"}}'] == 1
         assert found[f'cedar_store_read_bytes_total{{tenant="{label}",tier="ssd"}}'] == 4 * size
         assert found[f'cedar_store_written_bytes_total{{tenant="{label}",tier="ssd"}}'] == 4 * size
         assert found[f'cedar_store_tenant_bytes{{tenant="{label}"}}'] == 4 * size
@@ -172,7 +175,7 @@ def test_evictions_quarantines_and_refusals(open_tier: Any, chains: Any, clock: 
         open_tier.put(tier, chains.items(chains.keys(100, salt=salt)))
     bad = chains.keys(100, salt=0)[7]
     entry = tier._index.get(bad)
-    with open(entry.segment.path / "data.mdb", "r+b") as file:
+    with open(entry.segment.path / "values.dat", "r+b") as file:
         file.seek(entry.offset + 200)
         file.write(b"\0\0\0\0")
     assert tier.get(bad) is None

@@ -1,4 +1,4 @@
-"""The SSD tier against a model, on real LMDB: what it returns is what was put, in its time, by its tenant."""
+"""The SSD tier against a model, on real files: it returns what was put, in its time, by its tenant."""
 
 from __future__ import annotations
 
@@ -109,6 +109,24 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = self.open()
         self.slack_s = self.tier.config.usage_grain_s
 
+    @rule(tail=st.binary(max_size=300), lost_index=st.booleans())
+    def crash(self, tail: bytes, lost_index: bool) -> None:
+        """kill -9 while something was being appended; sometimes the indices are lost as well."""
+        copy = self.directory.with_name(self.directory.name + "-copy")
+        shutil.copytree(self.directory, copy)
+        self.tier.close()
+        shutil.rmtree(self.directory)
+        copy.rename(self.directory)
+        files = sorted(self.directory.glob("segments/*/values.dat"))
+        if files:
+            with files[-1].open("ab") as file:
+                file.write(tail)
+        if lost_index:
+            for path in self.directory.glob("segments/*/data.mdb"):
+                path.unlink()
+        self.tier = self.open()
+        self.slack_s = max(self.slack_s, self.tier.config.usage_grain_s)
+
     @precondition(lambda self: len(self.used) > 0)
     @rule(which=st.integers(0, 10**6), bit=st.integers(0, 10**6))
     def flip_a_bit(self, which: int, bit: int) -> None:
@@ -117,7 +135,7 @@ class TierMachine(RuleBasedStateMachine):
         if entry is None or not entry.offset:
             return
         self.damaged.add(key)
-        path = entry.segment.path / "data.mdb"
+        path = entry.segment.path / "values.dat"
         at = entry.offset + bit % (entry.size * 8) // 8
         fd = os.open(path, os.O_RDWR)
         byte = os.pread(fd, 1, at)[0]
