@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 from cedar.kvstore.breaker import Breaker
+from cedar.kvstore.call_answer import answer_of, own_cancellation
 from cedar.kvstore.call_guard import RETRY_AFTER
 from cedar.kvstore.config import ClientConfig
 from cedar.kvstore.errors import CorruptValue, FrameError, InvalidRequest
@@ -28,7 +28,8 @@ from cedar.kvstore.page_wire import page_frames, verified_values
 from cedar.kvstore.put import PutCounts
 from cedar.kvstore.rpc import ServiceStub, transport_options
 from cedar.kvstore.shared_fetch import FellBehind, SharedFetch
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport, Transport
 from cedar.kvstore.window_tier import WindowName
 from cedar.kvstore.window_wire import assemble_window, window_frames
 from cedar.v1 import store_pb2
@@ -65,6 +66,7 @@ class StoreClient:
         fingerprint: bytes | None = None,
         config: ClientConfig | None = None,
         tls: TlsConfig | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.address = address
         self.config = config or ClientConfig()
@@ -77,7 +79,7 @@ class StoreClient:
             keepalive_s=self.config.keepalive_s,
             keepalive_timeout_s=self.config.keepalive_timeout_s,
         )
-        self._maker = ChannelMaker(tls, options.channel)
+        self._maker = (transport or GrpcTransport(tls)).channels(options.channel)
         self._retiring: set[asyncio.Task[None]] = set()
         self._breaker = Breaker(
             failures=self.config.breaker_failures,
@@ -87,10 +89,13 @@ class StoreClient:
         self._fetches: dict[bytes, SharedFetch] = {}
         self._closed = False
 
-    async def match(self, root: bytes, keys: Sequence[bytes]) -> Match:
-        """How much of the chain ``keys`` under ``root`` the store holds; nothing when it does not answer."""
+    async def match(self, root: bytes, keys: Sequence[bytes], *, tenant: bytes = b"") -> Match:
+        """How much of the chain ``keys`` under ``root`` the store holds; nothing when it does not answer.
+
+        ``tenant``: its tenant domain, to whom the look-up is booked.
+        """
         _expect_keys((root, *keys))
-        request = store_pb2.MatchRequest(root_key=root, page_keys=b"".join(keys))
+        request = store_pb2.MatchRequest(root_key=root, page_keys=b"".join(keys), tenant=tenant)
         response = await self._unary("MatchPrefix", request, self.config.match_timeout_s)
         if response is None:
             return Match()
@@ -141,7 +146,7 @@ class StoreClient:
         frames = page_frames(keys, values, first_page=first_page, tenant=tenant)
         try:
             call = self._connected().PutPages(frames, timeout=self.config.put_timeout_s)
-            response = await self._answer(call)
+            response = await answer_of(call)
         except _FAILURES as error:
             return self._put_failed(error, len(keys))
         self._breaker.succeeded()
@@ -152,17 +157,19 @@ class StoreClient:
         reason = "full" if response.refused else ""
         return PutCounts(response.stored, response.present, response.conflicts, response.refused, reason)
 
-    async def get_window(self, page_key: bytes, tokens: int, digest: bytes) -> bytes | None:
+    async def get_window(
+        self, page_key: bytes, tokens: int, digest: bytes, *, tenant: bytes = b""
+    ) -> bytes | None:
         """A window record, verified; None when it is gone or does not arrive whole and in time."""
         _expect_keys((page_key, digest))
         if not self._may_call():
             return None
-        request = store_pb2.GetWindowRequest(page_key=page_key, tokens=tokens, digest=digest)
+        request = store_pb2.GetWindowRequest(page_key=page_key, tokens=tokens, digest=digest, tenant=tenant)
         try:
             async with asyncio.timeout(self.config.window_timeout_s):
                 call = self._connected().GetWindow(request, timeout=self.config.window_timeout_s)
                 name = WindowName(page_key, tokens, digest)
-                record = await self._answer(assemble_window(call, name, self.config.max_window_bytes))
+                record = await answer_of(assemble_window(call, name, self.config.max_window_bytes))
         except _FAILURES as error:
             self._failed("get_window", error)
             return None
@@ -179,7 +186,7 @@ class StoreClient:
         name = WindowName(page_key, tokens, digest)
         frames = window_frames(name, record, record_checksum(record), tenant=tenant)
         try:
-            response = await self._answer(
+            response = await answer_of(
                 self._connected().PutWindow(frames, timeout=self.config.window_timeout_s)
             )
         except _FAILURES as error:
@@ -224,13 +231,14 @@ class StoreClient:
             self._values(keys),
             ahead_bytes=self.config.read_ahead_bytes,
             keep_bytes=self.config.lag_bytes,
+            join_bytes=self.config.join_bytes,
             on_end=ended,
         )
         self._fetches[name] = fetch
         self.counters["fetches"] += 1
         return fetch
 
-    async def _values(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview], None]:
+    async def _values(self, keys: Sequence[bytes]) -> AsyncGenerator[list[memoryview], None]:
         if not self._may_call():
             return
         config = self.config
@@ -252,7 +260,7 @@ class StoreClient:
         except _FAILURES as error:
             self._failed("get_pages", error)
         except asyncio.CancelledError:
-            if _own_cancellation():
+            if own_cancellation():
                 raise
             self._failed("get_pages", ConnectionError("the channel was closed"))
         finally:
@@ -263,21 +271,12 @@ class StoreClient:
         if not self._may_call():
             return None
         try:
-            response = await self._answer(getattr(self._connected(), method)(request, timeout=timeout_s))
+            response = await answer_of(getattr(self._connected(), method)(request, timeout=timeout_s))
         except _FAILURES as error:
             self._failed(method, error)
             return None
         self._breaker.succeeded()
         return response
-
-    async def _answer(self, call: Awaitable[T]) -> T:
-        """The call's answer. gRPC cancels a call when its channel closes: a failure, not our cancelling."""
-        try:
-            return await call
-        except asyncio.CancelledError:
-            if _own_cancellation():
-                raise
-            raise TimeoutError("the channel was closed") from None
 
     def _connected(self) -> ServiceStub:
         if self._channel is not None and self._maker.outdated():
@@ -293,7 +292,7 @@ class StoreClient:
     def _may_call(self) -> bool:
         if self._closed:
             return False
-        if not self._breaker.allows(time.monotonic()):
+        if not self._breaker.allows(asyncio.get_running_loop().time()):
             self.counters["calls_skipped"] += 1
             return False
         return True
@@ -304,19 +303,19 @@ class StoreClient:
         if code == grpc.StatusCode.NOT_FOUND:
             self._breaker.succeeded()
             return
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or _status_lost(error):
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or status_lost(error):
             self.counters["store_busy"] += 1
             return
         self.counters["store_failures"] += 1
         if isinstance(error, (CorruptValue, FrameError, DecodeError)):
             self.counters["store_lied"] += 1
         log.warning("store %s: %s: %s", self.address, what, error if code is None else code.name)
-        self._breaker.failed(time.monotonic())
+        self._breaker.failed(asyncio.get_running_loop().time())
 
     def _put_failed(self, error: Exception, pages: int) -> PutCounts:
         self._failed("put_pages", error)
         code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or _status_lost(error):
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED or status_lost(error):
             return PutCounts(refused=pages, reason="busy", retry_after_s=_retry_after_s(error))
         late = code == grpc.StatusCode.DEADLINE_EXCEEDED or isinstance(error, TimeoutError)
         if code == grpc.StatusCode.INVALID_ARGUMENT:
@@ -330,7 +329,7 @@ def _expect_keys(keys: Sequence[bytes]) -> None:
             raise InvalidRequest("key", f"{length} bytes", f"must be {KEY_BYTES} bytes")
 
 
-def _status_lost(error: Exception) -> bool:
+def status_lost(error: Exception) -> bool:
     """The store ended a call that was still being written: gRPC's asyncio client may then lose the status.
 
     It was refused, most likely because the store is busy; in any case the store is alive.
@@ -338,11 +337,6 @@ def _status_lost(error: Exception) -> bool:
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.INTERNAL:
         return False
     return error.details() == "Internal error from Core"
-
-
-def _own_cancellation() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _retry_after_s(error: Exception) -> float:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import xxhash
+from cedar.kvstore.blank_bytes import blank_bytes
 from cedar.kvstore.errors import FrameError
 
 FRAME_BYTES: Final = 1 << 20
@@ -52,8 +52,7 @@ class Serializable(Protocol):
         """The record's bytes."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A decoded frame; ``payload`` is a view into the message it came in."""
 
     kind: int
@@ -63,14 +62,27 @@ class Frame:
 
 def encode_frame(kind: int, meta: Serializable | bytes, *payload: bytes | bytearray | memoryview) -> bytes:
     """One message: header, meta and the payload parts back to back. One copy of each part."""
-    record = meta if isinstance(meta, bytes) else meta.SerializeToString()
     length = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in payload)
-    total = FRAME_HEADER_BYTES + len(record) + length
+    return b"".join((_head(kind, meta, length), *payload))
+
+
+def blank_frame(kind: int, meta: Serializable | bytes, payload_bytes: int) -> tuple[bytes, memoryview]:
+    """A message whose payload is to be written, to its last byte, through the view (see ``blank_bytes``)."""
+    head = _head(kind, meta, payload_bytes)
+    message, view = blank_bytes(len(head) + payload_bytes)
+    view[: len(head)] = head
+    return message, view[len(head) :]
+
+
+def _head(kind: int, meta: Serializable | bytes, payload_bytes: int) -> bytes:
+    """What stands before the payload."""
+    record = meta if isinstance(meta, bytes) else meta.SerializeToString()
+    total = FRAME_HEADER_BYTES + len(record) + payload_bytes
     if total > MAX_FRAME_BYTES:
         raise FrameError("frame", f"{total} bytes", f"at most {MAX_FRAME_BYTES} bytes; split the record")
     if not 0 <= kind <= 255:
         raise FrameError("kind", kind, "0 to 255")
-    return b"".join((_HEADER.pack(_MAGIC, FRAME_VERSION, kind, 0, len(record), length), record, *payload))
+    return _HEADER.pack(_MAGIC, FRAME_VERSION, kind, 0, len(record), payload_bytes) + record
 
 
 def decode_frame(message: bytes, *, expect: int | None = None) -> Frame:

@@ -8,7 +8,6 @@ the rest of the run, and whoever is first with a page gives it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
@@ -85,17 +84,18 @@ async def read_run(
     ``sources``: streams that are open already; they stay open. ``next_source(position, end)``: opens the next
     holder's stream, None when there is no further one. ``patient=False``: asks it at once.
     """
+    now_s = asyncio.get_running_loop().time
     live = list(sources)
     extra: list[PageSource] = []
     further = True
     try:
         for position in range(run.start, run.end):
-            began_s = asked_s = time.monotonic()
+            began_s = asked_s = now_s()
             waited = False
             while (found := _first(live, position)) is None:
                 live = [source for source in live if not source.ended]
                 delay_s = timer.delay_s if patient or extra else 0.0
-                left_s = asked_s + delay_s - time.monotonic() if further else None
+                left_s = asked_s + delay_s - now_s() if further else None
                 if live and (left_s is None or left_s > 0):
                     bell.clear()
                     await _rung(bell, left_s)
@@ -110,10 +110,10 @@ async def read_run(
                 count("reads_hedged" if live else "reads_failed_over")
                 live.append(another)
                 extra.append(another)
-                asked_s = time.monotonic()
+                asked_s = now_s()
             value, giver = found
             if waited:
-                timer.answered(time.monotonic() - began_s)
+                timer.answered(now_s() - began_s)
             if giver in extra:
                 count("pages_from_replica")
             yield position, value

@@ -13,15 +13,19 @@ from itertools import takewhile
 
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.members import Member
-from cedar.kvstore.peers import CopiedPage, Held, Peers
+from cedar.kvstore.peers import CopiedPage, CopiedWindow, Held, Peers
 from cedar.kvstore.placement import run_of
+from cedar.kvstore.put import PutCounts
 from cedar.kvstore.rebalance import Rebalance
 from cedar.kvstore.replication import Replication
 from cedar.kvstore.window_tier import WindowName
 
 
 class ReadThrough:
-    """Used by the service for what the node's own tiers lack."""
+    """Used by the service for what the node's own tiers lack.
+
+    ``current``: whether no purge known here is newer than what its sender knew. ``lost``: see ``SsdTier``.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,8 @@ class ReadThrough:
         rebalance: Rebalance,
         replication: Replication,
         *,
-        keep: Callable[[Sequence[CopiedPage]], Awaitable[int]],
+        keep: Callable[[Sequence[CopiedPage]], Awaitable[PutCounts]],
+        current: Callable[[CopiedPage | CopiedWindow], bool],
         lost: Callable[[bytes], bool],
         count: Callable[[str, float], None],
     ) -> None:
@@ -41,8 +46,10 @@ class ReadThrough:
         self._rebalance = rebalance
         self._replication = replication
         self._keep = keep
+        self._current = current
         self._lost = lost
         self._count = count
+        self._fetching: dict[tuple[str, bytes], asyncio.Task[list[CopiedPage]]] = {}
         self._keeping: dict[bytes, CopiedPage] = {}  # fetched, and not yet stored
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,25 +94,50 @@ class ReadThrough:
         if arrived:
             return [page for page in arrived if page is not None]
         for member in self.sources(keys[0]):
-            pages = await self._peers.of(member).fetch(keys)
+            name = (member.node_id, b"".join(keys))
+            running = self._fetching.get(name)
+            if running is None:
+                running = asyncio.get_running_loop().create_task(self._bring(name, member, keys))
+                self._fetching[name] = running
+            else:
+                self._count("store_peer_fetches_joined", 1)
+            pages = await asyncio.shield(running)
             if pages:
                 self._count("store_pages_read_through", len(pages))
-                self._keep_later(pages)
                 return pages
         return []
 
-    async def window(self, name: WindowName, limit_bytes: int) -> tuple[bytes, bytes] | None:
-        """(record, tenant) of a window record at an earlier owner of its page."""
+    async def _bring(
+        self, name: tuple[str, bytes], member: Member, keys: Sequence[bytes]
+    ) -> list[CopiedPage]:
+        """Fetch pages and have them kept. At any moment either this runs or they are known to be here."""
+        try:
+            fetched = await self._peers.of(member).fetch(keys)
+            pages = list(takewhile(self._current, fetched.pages))
+            self._keep_later(pages)
+            return pages
+        finally:
+            del self._fetching[name]
+
+    async def window(self, name: WindowName, limit_bytes: int) -> CopiedWindow | None:
+        """A window record at an earlier owner of its page."""
         if self._rebalance.settled:
             return None
         for member in self._feed.current.earlier_owners(run_of(name.page_key), self._node_id):
             found = await self._peers.of(member).fetch_window(name, limit_bytes)
-            if found is not None:
+            if found is not None and self._current(found):
                 return found
         return None
 
+    def forget(self, tenant: bytes) -> None:
+        """Pages of a tenant that are on their way into the store are not given any more."""
+        for key in [key for key, page in self._keeping.items() if page.tenant in (tenant, b"")]:
+            del self._keeping[key]
+
     async def close(self) -> None:
         """Wait for what is being stored."""
+        while self._fetching:
+            await asyncio.wait(list(self._fetching.values()))
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
@@ -119,7 +151,7 @@ class ReadThrough:
                 await self._keep(fresh)
             finally:
                 for page in fresh:
-                    del self._keeping[page.key]
+                    self._keeping.pop(page.key, None)
 
         self._keeping.update((page.key, page) for page in fresh)
         task = asyncio.get_running_loop().create_task(keep())

@@ -61,7 +61,7 @@ def items_of_frame(
         raise InvalidRequest(
             "payload", f"{len(frame.payload)} bytes", f"page_keys and value_bytes say {wanted}"
         )
-    tenant = _tenant(meta.tenant)
+    tenant = expect_tenant(meta.tenant)
     if meta.first_page + len(keys) >= 1 << 32:
         raise InvalidRequest("first_page", meta.first_page, "the chain must stay below 2**32 pages")
     items = []
@@ -78,7 +78,8 @@ def items_of_frame(
     return items, fingerprint
 
 
-def _tenant(tenant: bytes) -> bytes:
+def expect_tenant(tenant: bytes) -> bytes:
+    """A tenant domain, or nothing."""
     if len(tenant) > MAX_TENANT_BYTES:
         raise InvalidRequest("tenant", f"{len(tenant)} bytes", f"at most {MAX_TENANT_BYTES} bytes")
     return tenant
@@ -116,7 +117,7 @@ def window_piece(message: bytes) -> WindowPiece:
     if len(meta.checksum) != CHECKSUM_BYTES:
         raise InvalidRequest("checksum", f"{len(meta.checksum)} bytes", f"must be {CHECKSUM_BYTES} bytes")
     name = window_name(meta.page_key, meta.tokens, meta.digest)
-    tenant = _tenant(meta.tenant)
+    tenant = expect_tenant(meta.tenant)
     return WindowPiece(name, meta.total_bytes, meta.offset, meta.checksum, frame.payload, tenant)
 
 

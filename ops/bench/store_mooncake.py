@@ -2,8 +2,8 @@
 
 ``python store_mooncake.py serve MASTER`` lends memory to the store; ``... client MASTER`` reads commands from
 stdin ("put N KEY..." or "get N KEY...", values of N bytes made from the key) and answers with seconds, so
-that the caller can take turns with it. TCP, values fetched from the lending process. Standard library and
-Mooncake only: nothing of Cedar is installed there.
+that the caller can take turns with it. TCP, values fetched from the lending process; the client checks each,
+as the node's clients do. Standard library, xxhash and Mooncake only: nothing of Cedar is installed there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import hashlib
 import sys
 import time
 from typing import Any
+
+import xxhash
 
 LENT_BYTES = 1 << 30
 LOCAL_BYTES = 256 << 20
@@ -38,17 +40,19 @@ def main() -> None:
         store.close()
         return
     store = connect(master, 0)
+    checksums: dict[str, bytes] = {}
     print("ready", flush=True)
     for line in sys.stdin:
         verb, size, *keys = line.split()
         if verb == "put":
             values = [hashlib.shake_128(key.encode()).digest(int(size)) for key in keys]
+            checksums.update(zip(keys, map(xxhash.xxh3_128_digest, values), strict=True))
             started_s = time.perf_counter()
             failed = store.put_batch(keys, values)
         else:
             started_s = time.perf_counter()
             found = store.get_batch(keys)
-            failed = any(len(value) != int(size) for value in found)
+            failed = [xxhash.xxh3_128_digest(value) for value in found] != [checksums[key] for key in keys]
         print(-1.0 if failed else time.perf_counter() - started_s, flush=True)
     store.close()
 

@@ -1,9 +1,17 @@
-"""The same pages through peers on the same machine: Redis, by its own Python client too, and Mooncake.
+"""The same pages through peers on the same machine: Redis, the Mooncake store, and LMCache's local disk.
 
-Get: 64 pages, pipelined, each verified on arrival (with Mooncake neither side verifies more than it does by
-itself). Put: 16 pages, acknowledged when durable (Redis: appendonly, appendfsync always); Mooncake's are in
-memory only, so its put is no peer of a durable one. Both peers serve from memory, the node from LMDB.
-Mooncake (TCP, fetched from another process) is found by ``CEDAR_BENCH_MOONCAKE``: a Python that imports it.
+Get: 64 pages, pipelined. Put: 16 pages. What is equal and what is not:
+
+* All clients check each page on arrival. The node reads it from the disk's cache and has checked it before;
+  its puts are acknowledged when they are on disk.
+* Redis answers from its own memory. Puts: appendonly, appendfsync always. By redis-py, and by a bare socket
+  with one reused buffer, which is the least that any client can do.
+* Mooncake (TCP) fetches from the memory of another process; its puts are to memory, and not measured.
+* LMCache's local disk back end is a library that reads and writes files of its own, and does not flush them:
+  beside it stands the tier in this process, and the node.
+
+Mooncake and LMCache are found by ``CEDAR_BENCH_MOONCAKE`` and ``CEDAR_BENCH_LMCACHE``: Pythons that have
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +29,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cedar.kvstore.client import StoreClient
+from cedar.kvstore.config import GIB, MIB, SsdConfig
 from cedar.kvstore.header import verify_value
+from cedar.kvstore.machine import keep_freed_memory
+from cedar.kvstore.put import PutItem
+from cedar.kvstore.ssd_tier import SsdTier
 
 from .store_disk import BATCH, timed
 from .store_measure import (
@@ -34,7 +46,7 @@ from .store_measure import (
     megabytes_per_s,
     speed_ratios,
 )
-from .store_rpc import Case, interleaved, node, seconds
+from .store_rpc import MALLOC, Case, interleaved, node, seconds
 
 PAGES = 64
 Ask = Callable[[str, Sequence[bytes]], float]
@@ -52,6 +64,7 @@ class RedisClient(Protocol):
 
 def peers(directory: Path, *, repeats: int = 15) -> list[Figure]:
     """Ratios to each peer that is installed."""
+    keep_freed_memory()  # as the cluster's workers
     figures: list[Figure] = []
     if shutil.which("redis-server") is not None:
         (directory / "redis").mkdir()
@@ -61,25 +74,105 @@ def peers(directory: Path, *, repeats: int = 15) -> list[Figure]:
     if python:
         with node(directory / "node2") as at, mooncake(python) as ask:
             figures += asyncio.run(_against_mooncake(at, ask, repeats))
+    python = os.environ.get("CEDAR_BENCH_LMCACHE")
+    if python:
+        (directory / "lmcache").mkdir()
+        with node(directory / "node3") as at, lmcache(python, directory / "lmcache") as ask:
+            figures += asyncio.run(_against_lmcache(at, directory / "tier", ask, repeats))
     return figures
 
 
-async def _against_mooncake(
-    at: str, ask: Callable[[str, Sequence[bytes]], float], repeats: int
-) -> list[Figure]:
-    keys = bench_keys(PAGES)
+async def _filled(at: str, keys: list[bytes]) -> StoreClient:
+    """A client of the node, which holds pages under these keys."""
     store = StoreClient(at, fingerprint=FINGERPRINT)
-    for start in range(0, PAGES, BATCH):
+    for start in range(0, len(keys), BATCH):
         chunk = keys[start : start + BATCH]
         await store.put_pages(chunk, [bench_value(key) for key in chunk], first_page=start)
-    ask("put", keys)
+    return store
 
-    async def get_from_node() -> None:
-        async for _ in store.get_pages(keys):
-            pass
+
+async def _get(store: StoreClient, keys: Sequence[bytes]) -> None:
+    count = 0
+    async for _ in store.get_pages(keys):  # verified by the client
+        count += 1
+    assert count == len(keys)
+
+
+async def _against_lmcache(at: str, directory: Path, ask: Ask, repeats: int) -> list[Figure]:
+    keys = bench_keys(PAGES)
+    store = await _filled(at, keys)
+    ask("put", keys)
+    salts = iter(range(1, 1 << 30))
+    tier = SsdTier(SsdConfig(directory=directory, capacity_bytes=8 * GIB, queue_bytes=64 * MIB))
+    tier.put([PutItem(key, bench_value(key)) for key in keys]).result()
+    room = memoryview(bytearray(PAGES * VALUE_BYTES))
+
+    def get_from_tier() -> None:
+        views = [room[i * VALUE_BYTES : (i + 1) * VALUE_BYTES] for i in range(PAGES)]
+        run = tier.read_into(keys, len(room), lambda count, size: views)
+        assert run is not None
+        assert run.count == PAGES
+
+    def put_to_tier() -> float:
+        items = [PutItem(key, bench_value(key)) for key in bench_keys(BATCH, salt=next(salts))]
+
+        def put() -> None:
+            assert tier.put(items).result().stored == BATCH
+
+        return timed(put)
+
+    def put_to_peer() -> float:
+        return ask("put", bench_keys(BATCH, salt=next(salts)))
 
     cases: dict[str, Case] = {
-        "node": lambda: seconds(get_from_node()),
+        "get node": lambda: seconds(_get(store, keys)),
+        "get tier": lambda: asyncio.to_thread(timed, get_from_tier),
+        "get LMCache": lambda: asyncio.to_thread(ask, "get", keys),
+        "put tier": lambda: asyncio.to_thread(put_to_tier),
+        "put LMCache": lambda: asyncio.to_thread(put_to_peer),
+    }
+    await interleaved(cases, 2)
+    results = await interleaved(cases, repeats)
+    await store.close()
+    tier.close()
+    gets = {
+        f"{name}_MB_s": megabytes_per_s(PAGES * VALUE_BYTES, results[f"get {name}"])
+        for name in ("tier", "node", "LMCache")
+    }
+    puts = {
+        f"{name}_MB_s": megabytes_per_s(BATCH * VALUE_BYTES, results[f"put {name}"])
+        for name in ("tier", "LMCache")
+    }
+    return [
+        figure(
+            f"get of {PAGES} pages: tier in this process, verified / LMCache's local disk",
+            speed_ratios(results, "get tier", "get LMCache"),
+            predicted=2.0,
+            limit=1.0,
+            details=gets,
+        ),
+        figure(
+            f"get of {PAGES} pages: node over gRPC, verified / LMCache's local disk, no server",
+            speed_ratios(results, "get node", "get LMCache"),
+            predicted=0.9,
+            details=gets,
+        ),
+        figure(
+            f"put of {BATCH} pages: tier, on disk / LMCache's local disk, not flushed",
+            speed_ratios(results, "put tier", "put LMCache"),
+            predicted=0.5,
+            details=puts,
+        ),
+    ]
+
+
+async def _against_mooncake(at: str, ask: Ask, repeats: int) -> list[Figure]:
+    keys = bench_keys(PAGES)
+    store = await _filled(at, keys)
+    ask("put", keys)
+
+    cases: dict[str, Case] = {
+        "node": lambda: seconds(_get(store, keys)),
         "Mooncake": lambda: asyncio.to_thread(ask, "get", keys),
     }
     await interleaved(cases, 2)
@@ -112,31 +205,45 @@ def mooncake(python: str) -> Iterator[Ask]:
         stack.callback(server.wait, 30)
         stack.callback(server.terminate)
         time.sleep(1.5)
-        roles = {}
-        for role in ("serve", "client"):
-            child = subprocess.Popen(
-                [python, script, role, master], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True,
-            )  # fmt: skip
-            stack.callback(_end, child)
-            roles[role] = child
-            assert child.stdout is not None
-            while child.stdout.readline().strip() != "ready":
-                if child.poll() is not None:
-                    raise RuntimeError(f"Mooncake's {role} process has ended")
-        client = roles["client"]
+        asks = {
+            role: stack.enter_context(asking(python, script, role, master)) for role in ("serve", "client")
+        }
+        yield asks["client"]
 
-        def ask(verb: str, keys: Sequence[bytes]) -> float:
-            assert client.stdin is not None
-            assert client.stdout is not None
-            client.stdin.write(" ".join([verb, str(VALUE_BYTES), *(key.hex() for key in keys)]) + "\n")
-            client.stdin.flush()
-            took_s = float(client.stdout.readline())
-            if took_s < 0:
-                raise RuntimeError(f"Mooncake: {verb} failed")
-            return took_s
 
+@contextlib.contextmanager
+def lmcache(python: str, directory: Path) -> Iterator[Ask]:
+    """LMCache's local disk back end in a process of its own; how long it takes to put or get values."""
+    with asking(python, str(Path(__file__).parent / "store_lmcache.py"), str(directory)) as ask:
         yield ask
+
+
+@contextlib.contextmanager
+def asking(*command: str) -> Iterator[Ask]:
+    """A peer's process that says "ready" and then answers commands with seconds; see ``store_mooncake``."""
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, **MALLOC},
+    )  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    stdin, stdout = child.stdin, child.stdout
+
+    def ask(verb: str, keys: Sequence[bytes]) -> float:
+        stdin.write(" ".join([verb, str(VALUE_BYTES), *(key.hex() for key in keys)]) + "\n")
+        stdin.flush()
+        took_s = float(stdout.readline())
+        if took_s < 0:
+            raise RuntimeError(f"{command[1]}: {verb} failed")
+        return took_s
+
+    try:
+        while (line := stdout.readline()).strip() != "ready":
+            if not line:
+                raise RuntimeError(f"{' '.join(command)} has ended")
+        yield ask
+    finally:
+        _end(child)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
@@ -158,18 +265,9 @@ async def _against_redis(at: str, port: int, repeats: int) -> list[Figure]:
     with contextlib.suppress(ImportError):
         clients["Redis by redis-py"] = LibraryClient(import_module("redis"), port)
     keys = bench_keys(PAGES)
-    values = [bench_value(key) for key in keys]
-    store = StoreClient(at, fingerprint=FINGERPRINT)
-    for start in range(0, PAGES, BATCH):
-        await store.put_pages(keys[start : start + BATCH], values[start : start + BATCH], first_page=start)
-    next(iter(clients.values())).put(keys, values)
+    store = await _filled(at, keys)
+    next(iter(clients.values())).put(keys, [bench_value(key) for key in keys])
     salts = iter(range(1, 1 << 30))
-
-    async def get_from_node() -> None:
-        count = 0
-        async for _ in store.get_pages(keys):  # verified by the client
-            count += 1
-        assert count == PAGES
 
     async def put_to_node() -> float:
         batch = bench_keys(BATCH, salt=next(salts))
@@ -188,7 +286,7 @@ async def _against_redis(at: str, port: int, repeats: int) -> list[Figure]:
         sealed = [bench_value(key) for key in batch]
         return timed(lambda: client.put(batch, sealed))
 
-    cases: dict[str, Case] = {"get node": lambda: seconds(get_from_node()), "put node": put_to_node}
+    cases: dict[str, Case] = {"get node": lambda: seconds(_get(store, keys)), "put node": put_to_node}
     for name, client in clients.items():
         cases[f"get {name}"] = lambda client=client: asyncio.to_thread(get_from, client)  # type: ignore[misc]
         cases[f"put {name}"] = lambda client=client: asyncio.to_thread(put_to, client)  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc
 from cedar.kvstore.client import StoreClient
 from cedar.kvstore.frames import FRAME_BYTES
+from cedar.kvstore.machine import keep_freed_memory
 from cedar.kvstore.rpc import ServiceStub, channel_options
 from cedar.v1 import store_pb2
 
@@ -90,7 +91,8 @@ async def seconds(work: Awaitable[Any]) -> float:
 
 
 def loopback(directory: Path, *, pages: int = 128, repeats: int = 25) -> list[Figure]:
-    """Reads and look-ups."""
+    """Reads and look-ups. The client keeps freed memory, as all workers of a cluster do (``MALLOC``)."""
+    keep_freed_memory()
     frame_bytes = FRAME_PAGES * VALUE_BYTES
     with node(directory / "node") as at, bare_server(frame_bytes, pages // FRAME_PAGES) as bare:
         return asyncio.run(_loopback(at, bare, pages, repeats))
@@ -202,6 +204,7 @@ def node_puts(directory: Path, *, batches: int = 60, pages: int = 64) -> list[Fi
     A call carries 64 pages (a chunk of a long prompt); the node commits 16 at a time and answers once all
     are on disk. With two calls under way, one is received while the other is written.
     """
+    keep_freed_memory()
     with node(directory / "node") as at:
         return asyncio.run(_node_puts(at, directory, batches, pages))
 
@@ -269,6 +272,7 @@ async def _node_puts(at: str, directory: Path, batches: int, pages: int) -> list
             "durable put through the node, two calls of 64 pages / a plain file written page by page",
             speed_ratios(results, "node 64", "paged"),
             predicted=0.7,
+            limit=0.6,
             details=rates,
         ),
     ]

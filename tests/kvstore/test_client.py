@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from cedar.kvstore.header import seal_value
 from cedar.kvstore.node import SERVICE
 from cedar.kvstore.rpc import server_options, service_handler
 from cedar.kvstore.shared_fetch import FellBehind, SharedFetch
+from cedar.kvstore.stall_watch import StallWatch
 from cedar.v1 import store_pb2
 
 K = b"k" * 32
@@ -185,6 +187,8 @@ async def test_a_lying_store_is_a_miss_from_the_lie_on(chains: Any):
             store.messages = lambda request, message=message: [good, message]  # type: ignore[misc]
             assert await collect(client, keys) == values[:1], lie
         assert client.counters["store_lied"] == len(lies)
+        store.messages = lambda request: [good, frame(keys[1:3], [values[1], bytes(flipped)])]
+        assert await collect(client, keys) == values[:2], "what stands before a lie in its frame is good"
         store.messages = lambda request: [good, frame(keys[1:], values[1:]), b"and more"]
         assert await collect(client, keys) == values
         await client.close()
@@ -348,16 +352,16 @@ async def test_a_fetch_waits_for_its_fastest_reader_and_leaves_the_slowest():
 
     async def source() -> Any:
         nonlocal produced
-        for index in range(100):
-            produced += 1
-            yield index, memoryview(bytes(100))
+        for _ in range(50):
+            produced += 2
+            yield [memoryview(bytes(100)), memoryview(bytes(100))]
 
-    fetch = SharedFetch(source(), ahead_bytes=500, keep_bytes=1000, on_end=lambda _: None)
+    fetch = SharedFetch(source(), ahead_bytes=500, keep_bytes=1000, join_bytes=1000, on_end=lambda _: None)
     slow, fast = fetch.read(), fetch.read()
     assert await anext(slow)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert produced <= 7  # ahead of the fastest by 500 bytes
+    assert produced <= 8  # ahead of the fastest by 500 bytes
     assert fetch.joinable
     count = 0
     async for index, _ in fast:
@@ -367,6 +371,67 @@ async def test_a_fetch_waits_for_its_fastest_reader_and_leaves_the_slowest():
     assert not fetch.joinable
     with pytest.raises(FellBehind):
         await anext(slow)
+
+
+async def test_a_fetch_forgets_what_all_its_readers_have_had():
+    kept: list[weakref.ref[Page]] = []
+
+    class Page(bytearray):
+        pass
+
+    async def source() -> Any:
+        for number in range(100):
+            page = Page(bytes([number]) * 100)
+            kept.append(weakref.ref(page))
+            yield [memoryview(page)]
+
+    def alive() -> list[int]:
+        return [number for number, page in enumerate(kept) if page() is not None]
+
+    fetch = SharedFetch(source(), ahead_bytes=300, keep_bytes=10_000, join_bytes=1000, on_end=lambda _: None)
+    first, second = fetch.read(), fetch.read()
+    for number in range(6):
+        assert bytes((await anext(first))[1]) == bytes([number]) * 100
+    assert fetch.joinable  # 1,000 bytes are kept for whoever comes
+    late = fetch.read()
+    assert (await anext(late))[0] == (await anext(second))[0] == 0
+    for number in range(6, 90):
+        assert (await anext(first))[0] == number
+    assert alive()[0] <= 1  # for the two slow ones
+    for number in range(1, 85):
+        assert (await anext(second))[0] == (await anext(late))[0] == number
+    assert (await anext(first))[0] == 90
+    await asyncio.sleep(0.01)
+    assert alive()[0] >= 80  # not even of its first page is anything left
+    assert not fetch.joinable
+    assert [index async for index, _ in late] == list(range(85, 100))
+    for reader in (first, second):
+        await reader.aclose()
+
+
+async def test_a_watch_limits_each_message_and_not_what_is_done_with_it():
+    with StallWatch(0.05) as watch:
+        for _ in range(4):
+            assert await watch.within(asyncio.sleep(0.03, "in time")) == "in time"
+            await asyncio.sleep(0.06)
+        with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
+            await watch.within(asyncio.sleep(5))
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0.06)  # nothing is left that would cancel this task
+
+
+async def test_a_watch_leaves_the_cancelling_of_its_task_alone():
+    async def wait() -> None:
+        with StallWatch(0.05) as watch:
+            await watch.within(asyncio.sleep(5))
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_client_goes_on_by_itself_after_falling_behind(running_node: Any, chains: Any):

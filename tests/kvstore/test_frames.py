@@ -3,17 +3,20 @@ from __future__ import annotations
 import random
 
 import pytest
+from cedar.kvstore.blank_bytes import blank_bytes
 from cedar.kvstore.errors import FrameError
 from cedar.kvstore.frames import (
     FRAME_HEADER_BYTES,
     MAX_FRAME_BYTES,
     FrameKind,
     RecordAssembler,
+    blank_frame,
     decode_frame,
     encode_frame,
     record_checksum,
     split_record,
 )
+from cedar.kvstore.page_wire import PagesFrame
 from cedar.v1 import store_pb2
 
 
@@ -31,6 +34,46 @@ def test_golden_frame():
     assert encode_frame(FrameKind.WINDOW, b"me", b"payload").hex() == (
         "43445246010200000200000007000000" + b"mepayload".hex()
     )
+
+
+def test_a_blank_frame_is_the_same_message_once_it_is_written():
+    for size in (0, 1, 1000, 1 << 20):
+        payload = random.Random(size).randbytes(size)
+        message, view = blank_frame(FrameKind.WINDOW, b"me", size)
+        view[:] = payload
+        view.release()
+        assert type(message) is bytes
+        assert message == encode_frame(FrameKind.WINDOW, b"me", payload)
+        assert hash(message) == hash(bytes(bytearray(message)))
+    with pytest.raises(FrameError, match="split the record"):
+        blank_frame(1, b"", MAX_FRAME_BYTES)
+
+
+def test_the_view_of_blank_bytes_keeps_them():
+    for _ in range(50):
+        view = blank_bytes(1 << 20)[1]
+        others = [blank_bytes(1 << 20) for _ in range(3)]
+        for number, (_, other) in enumerate(others):
+            other[:] = bytes([number]) * len(other)
+        view[:] = b"x" * len(view)
+        assert [set(message) for message, _ in others] == [{0}, {1}, {2}]
+        assert bytes(view) == b"x" * len(view)
+    for size in (-1, 0, 1):
+        with pytest.raises(ValueError, match="at least 2 bytes"):
+            blank_bytes(size)
+
+
+def test_a_frame_of_pages_read_into_place_is_cut_to_what_was_read():
+    keys = [bytes([number]) * 32 for number in range(5)]
+    values = [bytes([100 + number]) * 300 for number in range(3)]
+    frame = PagesFrame(keys, first_page=7, tenant=b"t")
+    for value, view in zip(values, frame.place(3, 300), strict=True):
+        view[:] = value
+    for count in (3, 2, 1):
+        meta = store_pb2.StoredMeta(
+            page_keys=b"".join(keys[:count]), value_bytes=300, first_page=7, tenant=b"t"
+        )
+        assert frame.message(count) == encode_frame(FrameKind.PAGES, meta, *values[:count])
 
 
 def test_payload_and_meta_may_be_empty():

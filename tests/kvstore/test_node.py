@@ -12,12 +12,13 @@ import grpc
 import pytest
 from cedar.kvstore.client import StoreClient
 from cedar.kvstore.config import MIB, NodeConfig, SsdConfig
-from cedar.kvstore.errors import InvalidRequest, StoreLocked
+from cedar.kvstore.errors import InvalidRequest, NotInMemory, StoreLocked
 from cedar.kvstore.frames import FrameKind, decode_frame, encode_frame, record_checksum
 from cedar.kvstore.header import open_value, seal_value
 from cedar.kvstore.node import SERVICE, PortInUse, StoreNode, main, parse_arguments
 from cedar.kvstore.rpc import ServiceStub, channel_options
-from cedar.kvstore.segment import Segment
+from cedar.kvstore.segment import VALUES_FILE
+from cedar.kvstore.values_file import ValuesFile
 from cedar.v1 import store_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -104,6 +105,64 @@ async def test_the_stream_ends_at_the_first_page_that_is_not_held(running_node: 
         assert [message async for message in stub.GetPages(nothing, timeout=5)] == []
 
 
+async def test_what_is_in_memory_is_read_on_the_loop_and_the_rest_by_reader_threads(
+    running_node: Any, chains: Any, monkeypatch: pytest.MonkeyPatch
+):
+    keys = chains.keys(60)
+    values = [chains.value(key, 100_000) for key in keys]
+    cold_positions = range(20, 45)
+    reads: list[tuple[int, bool, bool]] = []
+    announced: list[int] = []
+    async with running_node() as node, stub_of(node) as stub:
+        frames = [page_frame([key], [value]) for key, value in zip(keys, values, strict=True)]
+        assert (await stub.PutPages(iter(frames), timeout=20)).stored == 60
+        read_into, announce = node.ssd.read_into, node.ssd.announce
+
+        def read(wanted: list[bytes], most: int, place: Any, *, wait: bool = True) -> Any:
+            reads.append((keys.index(wanted[0]), wait, threading.current_thread() is threading.main_thread()))
+            if not wait and keys.index(wanted[0]) in cold_positions:
+                raise NotInMemory
+            return read_into(wanted, most, place, wait=wait)
+
+        def tell(wanted: list[bytes]) -> None:
+            announced.extend(map(keys.index, wanted))
+            announce(wanted)
+
+        monkeypatch.setattr(node.ssd, "read_into", read)
+        monkeypatch.setattr(node.ssd, "announce", tell)
+        request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
+        messages = [decode_frame(message) async for message in stub.GetPages(request, timeout=20)]
+    assert b"".join(bytes(frame.payload) for frame in messages) == b"".join(values)
+    assert [wait == on_loop for _, wait, on_loop in reads] == [False] * len(reads)
+    waited = [position for position, wait, _ in reads if wait]
+    assert [position in cold_positions for position in waited] == [True] * 3
+    assert announced == sorted(set(announced))  # each once
+    assert set(range(waited[1], 60)) <= set(announced) <= set(range(waited[0], 60))
+
+
+async def test_a_stream_ends_before_a_damaged_page_which_is_put_aside(running_node: Any, chains: Any):
+    keys = chains.keys(30)
+    values = [chains.value(key) for key in keys]
+    async with running_node() as node, stub_of(node) as stub:
+        await stub.PutPages(iter([page_frame(keys, values)]), timeout=20)
+        entry = node.ssd._index.get(keys[17])
+        assert entry is not None
+        with (entry.segment.path / VALUES_FILE).open("r+b") as file:
+            file.seek(entry.offset + 300)
+            byte = file.read(1)
+            file.seek(entry.offset + 300)
+            file.write(bytes([byte[0] ^ 4]))
+        request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
+        for _ in range(2):
+            messages = [decode_frame(message) async for message in stub.GetPages(request, timeout=20)]
+            assert b"".join(bytes(frame.payload) for frame in messages) == b"".join(values[:17])
+        assert node.counters["store_values_corrupt"] == 1
+        assert node.counters["store_pages_read"] == 34
+        assert (await stub.PutPages(iter([page_frame(keys, values)]), timeout=20)).stored == 1
+        messages = [decode_frame(message) async for message in stub.GetPages(request, timeout=20)]
+        assert b"".join(bytes(frame.payload) for frame in messages) == b"".join(values)
+
+
 async def test_conflicts_are_counted_and_the_first_stays(running_node: Any, chains: Any):
     (key,) = chains.keys(1)
     async with running_node() as node, stub_of(node) as stub:
@@ -182,18 +241,19 @@ async def test_the_loop_is_not_held_up_by_the_disk(
 ):
     loop_thread = threading.get_ident()
     touched = set()
-    reading, commit = Segment.reading, Segment.commit
 
-    def watch_reading(segment: Segment) -> Any:
-        touched.add(threading.get_ident())
-        return reading(segment)
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-    def watch_commit(segment: Segment, *arguments: Any) -> None:
-        touched.add(threading.get_ident())
-        commit(segment, *arguments)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if named.get("wait", True):
+                touched.add(threading.get_ident())
+            return method(*arguments, **named)
 
-    monkeypatch.setattr(Segment, "reading", watch_reading)
-    monkeypatch.setattr(Segment, "commit", watch_commit)
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("read", "read_into", "write", "sync"):
+        watch(ValuesFile, name)
     keys = chains.keys(20)
     async with running_node() as node:
         client = StoreClient(node.address)
