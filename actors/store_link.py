@@ -71,12 +71,12 @@ class StoreLink:
                 self._counters["store_pages_read"] += 1
                 yield index, value[HEADER_BYTES:]
 
-    async def window(self, ref: WindowRef) -> bytes | None:
-        """The window record of this name, or None when it is gone."""
+    async def window(self, ref: WindowRef, tenant: bytes) -> bytes | None:
+        """The window record of this name, or None when it is gone. ``tenant``: the domain of who asks."""
         client = self._client
         if client is None:
             return None
-        record = await client.get_window(ref.page_key, ref.tokens, ref.digest)
+        record = await client.get_window(ref.page_key, ref.tokens, ref.digest, tenant=tenant)
         self._counters["store_windows_missed" if record is None else "store_windows_read"] += 1
         return record
 

@@ -20,8 +20,9 @@ from cedar.v1 import stages_pb2 as stages
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt, as its pages are named."""
+    """A prompt, as its pages are named. ``tenant``: its domain, to whom the look-up is booked."""
 
+    tenant: bytes
     root: bytes
     keys: Sequence[bytes]
     ids: Sequence[int]
@@ -50,7 +51,7 @@ class StoreLookup:
             return Hit()
         try:
             async with asyncio.timeout(self._timeout_s):
-                match = await client.match(query.root, list(query.keys))
+                match = await client.match(query.root, list(query.keys), tenant=query.tenant)
         except TimeoutError:
             self.misses_by_error += 1
             return Hit()

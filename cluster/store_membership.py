@@ -71,7 +71,7 @@ class StoreMembership:
 
     def _service_of(self, state_file: Path, port: int) -> MembershipService:
         return MembershipService(
-            MembershipConfig(lease_s=self._config.store.lease_s),
+            MembershipConfig(lease_s=self._config.store.lease_s, copies=self._config.store.copies),
             host=self._host,
             port=port,
             state_file=state_file,

@@ -1,23 +1,27 @@
-"""The StoreAdmin service: what a node holds, whether it is sound, and a copy of it. Nothing here is a use."""
+"""The StoreAdmin service: what a node holds, whether it is sound, a copy of it; and that it hands over.
+
+Nothing here is a use of a page.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import grpc
 from cedar.kvstore.admission import Admission
 from cedar.kvstore.call_guard import guarded, guarded_stream
+from cedar.kvstore.cluster_part import ClusterPart
 from cedar.kvstore.config import NodeConfig
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.frames import FRAME_BYTES, FrameKind, encode_frame
+from cedar.kvstore.page_store import PageStore
 from cedar.kvstore.rows import MAX_TENANT_BYTES
 from cedar.kvstore.service import MAX_WINDOWS_LISTED
-from cedar.kvstore.ssd_tier import SsdTier
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.validation import expect_key, expect_known_fields, requested_keys
 from cedar.kvstore.window_tier import WindowTier
@@ -25,6 +29,7 @@ from cedar.v1 import admin_pb2 as pb
 
 ADMIN_SERVICE: Final = pb.DESCRIPTOR.services_by_name["StoreAdmin"]
 MAX_CALLS: Final = 4
+MAX_DRAIN_S: Final = 24 * 3600.0
 CHECKED_AT_ONCE: Final = 16
 _LATELY_S: Final = 3600.0
 _PROGRESS_S: Final = 0.25
@@ -34,24 +39,24 @@ T = TypeVar("T")
 
 
 class AdminService:
-    """RPC methods over the two tiers of one node. ``node_id``: what the node calls itself."""
+    """RPC methods over the two tiers of one node, which is one of several as ``part`` says."""
 
     def __init__(
         self,
         config: NodeConfig,
-        ssd: SsdTier,
+        ssd: PageStore,
         windows: WindowTier,
-        readers: ThreadPoolExecutor,
+        readers: Executor,
         counters: Counters,
-        *,
-        node_id: str = "",
+        part: ClusterPart,
     ) -> None:
         self.counters = counters
         self._config = config
         self._ssd = ssd
         self._windows = windows
         self._readers = readers
-        self._node_id = node_id
+        self._node_id = part.node_id
+        self._part = part
         self._calls = Admission("StoreAdmin", MAX_CALLS, config.retry_after_s)
 
     @guarded
@@ -113,6 +118,33 @@ class AdminService:
                         await asyncio.sleep(ahead_s)
             told.done = True
             yield told
+
+    @guarded_stream
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainProgress]:
+        """Hand over, and say how far it is. The node stays draining, though who asked may leave."""
+        expect_known_fields(request)
+        if not 0 < request.timeout_s <= MAX_DRAIN_S:
+            raise InvalidRequest("timeout_s", request.timeout_s, f"above 0, at most {MAX_DRAIN_S:g}")
+        part = self._part
+        others = [m for m in part.feed.current.members if m.state == "active" and m.node_id != part.node_id]
+        if not part.listed or not others:
+            raise InvalidRequest("node", self._node_id, "no other node of a membership service takes over")
+        with self._calls.admit():
+            draining = asyncio.ensure_future(part.drain(request.timeout_s))
+            try:
+                while not draining.done():
+                    yield pb.DrainProgress(
+                        node_id=self._node_id,
+                        nodes_unsettled=part.unsettled,
+                        copies_waiting=part.replication.waiting,
+                    )
+                    await asyncio.wait([draining], timeout=_PROGRESS_S)
+                handed_over = draining.result()
+                if handed_over:
+                    await part.leave()
+                yield pb.DrainProgress(node_id=self._node_id, done=True, handed_over=handed_over)
+            finally:
+                draining.cancel()
 
     @guarded_stream
     async def Export(self, request: pb.ExportRequest, context: Context) -> AsyncIterator[bytes]:

@@ -18,7 +18,8 @@ from cedar.kvstore.frames import FrameKind, decode_frame
 from cedar.kvstore.header import verify_value
 from cedar.kvstore.packs import Page
 from cedar.kvstore.rpc import ServiceStub
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport
 from cedar.v1 import admin_pb2 as pb
 from cedar.v1 import store_pb2
 
@@ -48,7 +49,7 @@ class AdminClient:
 
     def __init__(self, addresses: Sequence[str], *, tls: TlsConfig | None = None) -> None:
         self.addresses = tuple(addresses)
-        self._maker = ChannelMaker(tls)
+        self._maker = GrpcTransport(tls).channels()
         self._channels: dict[str, Any] = {}
 
     async def __aenter__(self) -> AdminClient:
@@ -117,6 +118,16 @@ class AdminClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self, timeout_s: float) -> AsyncIterator[pb.DrainProgress]:
+        """How far the node, the only one of this client, has handed over; the last is done."""
+        (address,) = self.addresses
+        stub = ServiceStub(self._channels[address], ADMIN_SERVICE)
+        try:
+            async for progress in stub.Drain(pb.DrainRequest(timeout_s=timeout_s)):
+                yield progress
+        except grpc.RpcError as error:
+            raise unreachable(address, error) from None
 
     async def export(self, request: pb.ExportRequest) -> AsyncIterator[tuple[int, Page]]:
         """(pages in all, page) from node after node, each verified, each key once."""

@@ -8,7 +8,6 @@ holders of its runs are asked.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from cedar.kvstore.chain_plan import Plan
@@ -17,23 +16,30 @@ from cedar.kvstore.hedge import HedgeTimer, hedged
 from cedar.kvstore.keys import HEAD_PAGES
 from cedar.kvstore.node_client import NodeClient
 from cedar.kvstore.placement import by_holder, run_of, runs_of
-from cedar.kvstore.window_tier import WindowName
+from cedar.kvstore.window_tier import WindowName, longest_first
 
 
 async def match_chain(
-    plan: Plan, root: bytes, keys: Sequence[bytes], *, timer: HedgeTimer, count: Callable[[str], None]
+    plan: Plan,
+    root: bytes,
+    keys: Sequence[bytes],
+    *,
+    tenant: bytes,
+    timer: HedgeTimer,
+    count: Callable[[str], None],
 ) -> Match:
     """How much of the chain is held, and the window records at it, the longest first."""
     windows: set[WindowName] = set()
+    now_s = asyncio.get_running_loop().time
 
     async def ask(node: NodeClient, positions: Sequence[int]) -> int | None:
         """The first of these pages that the node lacks; None when it does not answer."""
-        began_s = time.monotonic()
+        began_s = now_s()
         whole = len(positions) == len(keys)
-        match = await node.try_match(root, keys if whole else [keys[p] for p in positions])
+        match = await node.try_match(root, keys if whole else [keys[p] for p in positions], tenant)
         if match is None:
             return None
-        timer.answered(time.monotonic() - began_s)
+        timer.answered(now_s() - began_s)
         windows.update(match.windows)
         return positions[match.pages] if match.pages < len(positions) else len(keys)
 
@@ -71,5 +77,5 @@ async def match_chain(
     else:
         await ask_root()
     at = {root, *keys[:pages]}
-    known = sorted((w for w in windows if w.page_key in at), key=lambda w: -w.tokens)
+    known = sorted((w for w in windows if w.page_key in at), key=longest_first)
     return Match(pages, tuple(known))

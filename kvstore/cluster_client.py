@@ -21,6 +21,7 @@ from cedar.kvstore.chain_match import match_chain
 from cedar.kvstore.chain_plan import Plan
 from cedar.kvstore.chain_read import KnownCopies, read_chain
 from cedar.kvstore.client import Match
+from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.cluster_config import ClusterClientConfig
 from cedar.kvstore.config import MIB
 from cedar.kvstore.epochs import request_metadata
@@ -34,6 +35,7 @@ from cedar.kvstore.placement import Run, run_of, runs_of
 from cedar.kvstore.put import PutCounts
 from cedar.kvstore.tenant_purge import PurgeReport, purge_everywhere
 from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +56,19 @@ class ClusterClient:
         fingerprint: bytes | None = None,
         config: ClusterClientConfig | None = None,
         tls: TlsConfig | None = None,
+        transport: Transport | None = None,
+        clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.feed = feed
         self.config = config or ClusterClientConfig()
         self.counters: Counter[str] = Counter()
         self._fingerprint = fingerprint
-        self._tls = tls
+        self._transport = transport or GrpcTransport(tls)
+        self._clock = clock or SystemClock()
+        self._rng = rng or random.Random()
         self._clients: dict[tuple[str, str], NodeClient] = {}
-        self._copies = KnownCopies(rng or random.Random(), self._count)
+        self._copies = KnownCopies(self._rng, self._count)
         self._timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._match_timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._closing: set[asyncio.Task[None]] = set()
@@ -71,13 +77,15 @@ class ClusterClient:
 
     # ---- the calls of a StoreClient ----
 
-    async def match(self, root: bytes, keys: Sequence[bytes]) -> Match:
+    async def match(self, root: bytes, keys: Sequence[bytes], *, tenant: bytes = b"") -> Match:
         """How much of the chain the store holds, and the window records at it; one round trip."""
         _expect_keys((root, *keys))
         match = Match()
         for _ in range(ATTEMPTS):
             plan = await self._plan()
-            match = await match_chain(plan, root, keys, timer=self._match_timer, count=self._count)
+            match = await match_chain(
+                plan, root, keys, tenant=tenant, timer=self._match_timer, count=self._count
+            )
             if plan.members.epoch == self.feed.current.epoch:
                 break
         return match
@@ -119,13 +127,15 @@ class ClusterClient:
                 break
         return counts
 
-    async def get_window(self, page_key: bytes, tokens: int, digest: bytes) -> bytes | None:
+    async def get_window(
+        self, page_key: bytes, tokens: int, digest: bytes, *, tenant: bytes = b""
+    ) -> bytes | None:
         """A window record, verified; None when it is gone or does not arrive whole and in time."""
         _expect_keys((page_key, digest))
         for _ in range(ATTEMPTS):
             plan = await self._plan()
             for node in plan.holders(run_of(page_key))[:1]:
-                record = await node.get_window(page_key, tokens, digest)
+                record = await node.get_window(page_key, tokens, digest, tenant=tenant)
                 if record is not None:
                     return record
             if plan.members.epoch == self.feed.current.epoch:
@@ -181,7 +191,12 @@ class ClusterClient:
         """
         await self._plan()
         return await purge_everywhere(
-            self.feed.current.members, tenant, timeout_s=self.config.purge_timeout_s, tls=self._tls
+            self.feed.current.members,
+            tenant,
+            timeout_s=self.config.purge_timeout_s,
+            transport=self._transport,
+            clock=self._clock,
+            rng=self._rng,
         )
 
     # ---- inside ----
@@ -191,7 +206,7 @@ class ClusterClient:
     ) -> PutCounts:
         async def put(start: int, end: int) -> PutCounts:
             counts = PutCounts(refused=end - start, reason="unavailable")
-            for number, node in enumerate(plan.holders(run_of(keys[start]))[: self.config.copies]):
+            for number, node in enumerate(plan.holders(run_of(keys[start]))[: plan.copies]):
                 if number:
                     self.counters["puts_failed_over"] += 1
                 counts = await node.put_pages(
@@ -221,16 +236,15 @@ class ClusterClient:
                 await asyncio.wait([self._started], timeout=self.config.node.match_timeout_s)
             members = self.feed.current
         self._let_go(members)
+        copies = members.copies or self.config.copies
 
         def holders(tag: bytes) -> list[NodeClient]:
             if not members.members:
                 return []
-            found = [
-                self._client(m.node_id, m.address) for m in members.holders(tag)[: self.config.copies + 1]
-            ]
+            found = [self._client(m.node_id, m.address) for m in members.holders(tag)[: copies + 1]]
             return sorted(found, key=lambda client: client.resting)  # stable: those that answer, in rank
 
-        return Plan(members, holders, self.config.copies)
+        return Plan(members, holders, copies)
 
     def _client(self, node_id: str, address: str) -> NodeClient:
         client = self._clients.get((node_id, address))
@@ -244,7 +258,7 @@ class ClusterClient:
                 metadata=lambda: request_metadata(self.feed.current, node_id),
                 on_list=self.feed.publish,
                 on_copied=lambda page: self._copies.learn(page, self.feed.current.epoch),
-                tls=self._tls,
+                transport=self._transport,
             )
         return client
 

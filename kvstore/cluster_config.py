@@ -11,7 +11,7 @@ from cedar.kvstore.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterClientConfig:
-    """How a client uses several nodes. ``copies``: how many holders of a run it may ask."""
+    """How a client uses several nodes. ``copies``: holders of a run it may ask, if the list does not say."""
 
     node: ClientConfig = field(default_factory=ClientConfig)
     copies: int = 2
@@ -43,7 +43,7 @@ class PeerConfig:
     members_file: Path | None = None
     peers: tuple[str, ...] = ()
     weight: float = 1.0
-    copies: int = 2  # nodes that hold what is hit often
+    copies: int = 2  # nodes that hold what is hit often, if the member list does not say
     copy_after_hits: int = 3  # 0: every page, as soon as it is written
     copy_bytes_per_s: int = 32 * MIB
     move_bytes_per_s: int = 32 * MIB

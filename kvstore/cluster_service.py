@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Final
 
 from cedar.kvstore.call_guard import guarded, guarded_stream
@@ -13,8 +14,14 @@ from cedar.kvstore.frames import FrameKind, encode_frame
 from cedar.kvstore.keys import KEY_BYTES, split_keys
 from cedar.kvstore.node_client import COPIED, short_name
 from cedar.kvstore.placement import run_of
-from cedar.kvstore.service import MAX_WINDOWS_LISTED, Context, StoreService, _forget
-from cedar.kvstore.validation import expect_key, expect_known_fields, requested_keys, window_name
+from cedar.kvstore.service import MAX_WINDOWS_LISTED, Context, StoreService
+from cedar.kvstore.validation import (
+    expect_key,
+    expect_known_fields,
+    expect_tenant,
+    requested_keys,
+    window_name,
+)
 from cedar.kvstore.window_wire import window_frames
 from cedar.v1 import store_pb2
 
@@ -49,7 +56,7 @@ class ClusterStoreService(StoreService):
         known |= set(self._windows.names(rest[:more], MAX_WINDOWS_LISTED))
         records = [
             store_pb2.WindowRecord(page_key=key, tokens=tokens, digest=digest)
-            for key, tokens, digest in sorted(known, key=lambda name: -name[1])[:MAX_WINDOWS_LISTED]
+            for key, tokens, digest in sorted(known, key=lambda name: (-name[1], name))[:MAX_WINDOWS_LISTED]
         ]
         return store_pb2.MatchResponse(pages=response.pages + more, windows=records)
 
@@ -64,29 +71,20 @@ class ClusterStoreService(StoreService):
         await context.send_initial_metadata(((COPIED, copied),) if copied else ())
         with self._reads.admit():
             position = 0
-            reading = self._on_reader(self._read_frames, keys, 0)
             try:
                 while position < len(keys):
-                    found = await reading
-                    if found is None:
-                        sent = position
-                        async for frame, count in self._from_peers(keys, position):
-                            position += count
-                            yield frame
-                        if position == sent:
+                    before = position
+                    for source in (self._held_frames, self._from_peers):
+                        async with aclosing(source(keys, position)) as frames:
+                            async for frame, count in frames:
+                                position += count
+                                yield frame
+                        if position == len(keys):
                             return
-                        if position < len(keys):
-                            reading = self._on_reader(self._read_frames, keys, position)
-                        continue
-                    count, frames = found
-                    position += count
-                    if position < len(keys):
-                        reading = self._on_reader(self._read_frames, keys, position)
-                    for frame in frames:
-                        yield frame
+                    if position == before:
+                        return
             finally:
                 replication.hit(keys[:position])
-                reading.add_done_callback(_forget)
 
     @guarded
     async def PutPages(
@@ -113,7 +111,7 @@ class ClusterStoreService(StoreService):
         expect_known_fields(request)
         name = window_name(request.page_key, request.tokens, request.digest)
         with self._window_calls.admit():
-            held = self._windows.get(name)
+            held = self._windows.get(name, expect_tenant(request.tenant))
             if held is None:
                 held = await self._part.window_from_peers(name)
             if held is None:
@@ -125,8 +123,19 @@ class ClusterStoreService(StoreService):
     def _stored(self, keys: list[bytes]) -> None:
         self._part.replication.stored(keys)
 
-    async def _from_peers(self, keys: list[bytes], position: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Frames of the pages from ``position`` on that peers hold, to the end of their run at most."""
+    async def _from_peers(self, keys: list[bytes], position: int) -> AsyncGenerator[tuple[bytes, int], None]:
+        """Frames of the pages from ``position`` on that peers hold, to the end of their run at most.
+
+        A page may have been stored since it was looked for here, by another call that fetched it.
+        """
+        if self._ssd.held([keys[position]])[0]:
+            arrived = position
+            async with aclosing(self._held_frames(keys, position)) as frames:
+                async for frame, count in frames:
+                    arrived += count
+                    yield frame, count
+            if arrived > position:
+                return
         tag = run_of(expect_key("page_key", keys[position]))
         end = position
         while end < len(keys) and run_of(keys[end]) == tag:

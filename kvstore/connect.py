@@ -30,7 +30,7 @@ class Store(Protocol):
 
     counters: Counter[str]
 
-    async def match(self, root: bytes, keys: Sequence[bytes]) -> Match:
+    async def match(self, root: bytes, keys: Sequence[bytes], *, tenant: bytes = b"") -> Match:
         """How much of a chain is held."""
 
     def get_pages(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, memoryview], None]:
@@ -41,7 +41,9 @@ class Store(Protocol):
     ) -> PutCounts:
         """Store sealed values of consecutive pages."""
 
-    async def get_window(self, page_key: bytes, tokens: int, digest: bytes) -> bytes | None:
+    async def get_window(
+        self, page_key: bytes, tokens: int, digest: bytes, *, tenant: bytes = b""
+    ) -> bytes | None:
         """A window record."""
 
     async def put_window(
@@ -62,9 +64,13 @@ def connect(
     fingerprint: bytes | None = None,
     config: ClientConfig | None = None,
     tls: TlsConfig | None = None,
+    copies: int | None = None,
 ) -> Store:
-    """The client of the store named by ``target``; it connects when first used. InvalidRequest."""
-    many = ClusterClientConfig(node=config or ClientConfig())
+    """The client of the store named by ``target``; it connects when first used. InvalidRequest.
+
+    ``copies``: nodes that hold what is hit often, for lists that do not say it themselves; None: 2.
+    """
+    many = ClusterClientConfig(node=config or ClientConfig(), copies=2 if copies is None else copies)
     if not target:
         raise InvalidRequest("store", target, "must name a store")
     scheme, separator, rest = target.partition("://")

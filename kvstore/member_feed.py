@@ -16,7 +16,8 @@ import grpc
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.members import MemberList, fixed_list, from_json, from_proto
 from cedar.kvstore.rpc import ServiceStub
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport, Transport
 from cedar.v1 import membership_pb2
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,16 @@ class ServiceFeed(_Following):
     """Follows a membership service."""
 
     def __init__(
-        self, address: str, *, tls: TlsConfig | None = None, first_list_s: float = 5.0, retry_s: float = 0.5
+        self,
+        address: str,
+        *,
+        tls: TlsConfig | None = None,
+        transport: Transport | None = None,
+        first_list_s: float = 5.0,
+        retry_s: float = 0.5,
     ) -> None:
         super().__init__(first_list_s=first_list_s, retry_s=retry_s)
-        self._maker = ChannelMaker(tls)
+        self._maker = (transport or GrpcTransport(tls)).channels()
         self._address = address
 
     async def _follow(self) -> None:

@@ -48,14 +48,21 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberList:
-    """The nodes at one epoch; a higher epoch replaces a lower one."""
+    """The nodes at one epoch; a higher epoch replaces a lower one.
+
+    ``copies``: nodes that hold what is hit often, the same for everyone who goes by the list; 0: not said,
+    then everyone goes by its own configuration.
+    """
 
     epoch: int
     members: tuple[Member, ...] = field(default=())
+    copies: int = 0
 
     def __post_init__(self) -> None:
         if len(self._by_id) != len(self.members):
             raise InvalidRequest("members", [m.node_id for m in self.members], "node ids must differ")
+        if self.copies < 0:
+            raise InvalidRequest("copies", self.copies, "0 or more")
 
     def find(self, node_id: str) -> Member | None:
         """The member of this name."""
@@ -95,12 +102,13 @@ class MemberList:
     def with_member(self, member: Member) -> MemberList:
         """The next list, with this member in it (instead of one of the same name)."""
         others = [m for m in self.members if m.node_id != member.node_id]
-        return MemberList(self.epoch + 1, (*others, member))
+        return replace(self, epoch=self.epoch + 1, members=(*others, member))
 
     def without(self, node_ids: Iterable[str]) -> MemberList:
         """The next list, without these."""
         gone = set(node_ids)
-        return MemberList(self.epoch + 1, tuple(m for m in self.members if m.node_id not in gone))
+        left = tuple(m for m in self.members if m.node_id not in gone)
+        return replace(self, epoch=self.epoch + 1, members=left)
 
     def at_epoch(self, epoch: int) -> MemberList:
         """The same members under another epoch."""
@@ -124,6 +132,7 @@ def to_proto(members: MemberList) -> membership_pb2.MemberList:
     states = {state: number for number, state in _STATES.items()}
     return membership_pb2.MemberList(
         epoch=members.epoch,
+        copies=members.copies,
         members=[
             membership_pb2.Member(
                 node_id=m.node_id,
@@ -153,6 +162,7 @@ def from_proto(message: membership_pb2.MemberList) -> MemberList:
             )
             for m in message.members
         ),
+        int(message.copies),
     )
 
 
@@ -169,18 +179,20 @@ def to_json(members: MemberList) -> str:
         }
         for m in members.members
     ]
-    return json.dumps({"epoch": members.epoch, "members": rows}, indent=2)
+    said = {"copies": members.copies} if members.copies else {}
+    return json.dumps({"epoch": members.epoch, **said, "members": rows}, indent=2)
 
 
 def from_json(text: str) -> MemberList:
-    """From text: ``epoch``, and for each of ``members`` at least ``node_id`` and ``address``."""
+    """From text: ``epoch``, maybe ``copies``; of each of ``members`` ``node_id``, ``address``, maybe more."""
     try:
         data: Any = json.loads(text)
-        return MemberList(int(data["epoch"]), tuple(Member(**row) for row in data["members"]))
+        members = tuple(Member(**row) for row in data["members"])
+        return MemberList(int(data["epoch"]), members, int(data.get("copies", 0)))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest("member list", text[:80], f"not a member list: {error}") from None
 
 
-def fixed_list(addresses: Sequence[str]) -> MemberList:
+def fixed_list(addresses: Sequence[str], *, copies: int = 0) -> MemberList:
     """A list that never changes, of nodes named by their addresses."""
-    return MemberList(0, tuple(Member(address, address) for address in addresses))
+    return MemberList(0, tuple(Member(address, address) for address in addresses), copies)

@@ -7,10 +7,18 @@
 | ... with the name of a node that lives elsewhere    | refused: one of the two is a duplicate           |
 | ... again, same address and process                 | nothing changes                                  |
 | its lease runs out                                  | dropped under the next epoch                     |
-| more than half of the leases run out at once        | nobody is dropped: the fault is on this side      |
+| more than half of the leases run out at once        | nobody is dropped: the fault may be on this side  |
+| ... and stay out for ``GRACE_LEASES`` more, while   | dropped: who hears one node could hear the others |
+|     another node is heard                           |                                                  |
 | this holder itself was stopped for a while          | the leases run on by as long                     |
 | a node drains                                       | listed as draining until the others have settled |
 | a joining node knows a newer list                   | that list is taken over, every lease starts anew |
+| a renewing node knows a newer list                  | it is told to join, which brings the list        |
+
+A holder that forgot its list, or has an old one, must not give a number again that stands for another list
+somewhere: two lists of one number would never give way to each other. So the counted part of its epochs
+begins at ``first_epoch``, for which the service takes the wall clock's seconds, and the part below
+``EPOCH_STEP`` is a number of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +28,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cedar.kvstore.errors import InvalidRequest
-from cedar.kvstore.members import Member, MemberList
+from cedar.kvstore.members import Member, MemberList, State
 
 RENEWALS_A_LEASE: Final = 4
+GRACE_LEASES: Final = 2
+EPOCH_STEP: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +43,14 @@ class MembershipConfig:
     flap_joins: int = 3
     flap_window_s: float = 600.0
     hold_s: float = 600.0
+    copies: int = 0  # nodes that hold what is hit often, for all who go by the list; 0: each as configured
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "flap_joins", "flap_window_s", "hold_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(name, getattr(self, name), "must be above 0")
+        if self.copies < 0:
+            raise InvalidRequest("copies", self.copies, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -59,9 +72,19 @@ class _Life:
 class Membership:
     """The list and the leases under it. One caller at a time."""
 
-    def __init__(self, config: MembershipConfig, known: MemberList | None = None, *, now_s: float) -> None:
+    def __init__(
+        self,
+        config: MembershipConfig,
+        known: MemberList | None = None,
+        *,
+        now_s: float,
+        first_epoch: int = 1,
+        own_number: int | None = None,
+    ) -> None:
         self.config = config
         self.list = known or MemberList(0)
+        self._first_epoch = first_epoch
+        self._own_number = own_number
         self._lives: dict[str, _Life] = {}
         self._checked_s = now_s
         self._lease_all(now_s)
@@ -74,6 +97,8 @@ class Membership:
         weight: float,
         now_s: float,
         known: MemberList | None = None,
+        *,
+        draining: bool = False,
     ) -> Refusal | None:
         """List a node; None when it is listed (see ``list``)."""
         if known is not None and known.epoch > self.list.epoch:
@@ -90,7 +115,8 @@ class Membership:
             return Refusal("flapping", life.held_until_s - now_s)
         life.lease_until_s = now_s + self.config.lease_s
         same = current is not None and (current.address, current.incarnation) == (address, incarnation)
-        if same and current is not None and current.state == "active" and current.weight == weight:
+        state: State = "draining" if draining else "active"
+        if same and current is not None and current.state == state and current.weight == weight:
             return None
         if not same:
             life.joins_s.append(now_s)
@@ -100,19 +126,17 @@ class Membership:
                 life.held_until_s = now_s + self.config.hold_s
                 life.joins_s.clear()
                 if current is not None:
-                    self.list = self.list.without([node_id])
+                    self._replace(self.list.without([node_id]))
                 return Refusal("flapping", self.config.hold_s)
         life.settled_epoch = 0
-        epoch = self.list.epoch + 1
-        self.list = self.list.with_member(
-            Member(node_id, address, incarnation, weight, "active", joined_epoch=epoch)
-        )
+        member = Member(node_id, address, incarnation, weight, state, joined_epoch=self._next_epoch)
+        self._replace(self.list.with_member(member))
         return None
 
-    def renew(self, node_id: str, incarnation: int, settled_epoch: int, now_s: float) -> bool:
-        """Extend a lease; False when the node is not (or no longer) listed and must join again."""
+    def renew(self, node_id: str, incarnation: int, settled_epoch: int, now_s: float, epoch: int = 0) -> bool:
+        """Extend a lease; False when the node is not listed, or knows a newer list: then it must join."""
         member = self.list.find(node_id)
-        if member is None or member.incarnation != incarnation:
+        if member is None or member.incarnation != incarnation or epoch > self.list.epoch:
             return False
         life = self._lives[node_id]
         life.lease_until_s = now_s + self.config.lease_s
@@ -125,19 +149,20 @@ class Membership:
         if member is None or member.incarnation != incarnation:
             return
         if not drain:
-            self.list = self.list.without([node_id])
+            self._replace(self.list.without([node_id]))
         elif member.state != "draining":
-            self.list = self.list.with_member(replace(member, state="draining"))
+            self._replace(self.list.with_member(replace(member, state="draining")))
+
+    def unsettled(self) -> int:
+        """How many active nodes have not received all that they own under this list."""
+        epoch = self.list.epoch
+        active = [m.node_id for m in self.list.members if m.state == "active"]
+        return sum(self._lives[name].settled_epoch < epoch for name in active)
 
     def released(self, node_id: str) -> bool:
-        """Whether a draining node may go: every active node has received what it owns now."""
+        """Whether a draining node may go: it is listed as such, and the others have what they own now."""
         member = self.list.find(node_id)
-        if member is None:
-            return True
-        others = [m.node_id for m in self.list.members if m.state == "active"]
-        return member.state == "draining" and all(
-            self._lives[name].settled_epoch >= self.list.epoch for name in others
-        )
+        return member is not None and member.state == "draining" and not self.unsettled()
 
     def expire(self, now_s: float) -> list[str]:
         """Drop nodes whose lease has run out; their names. To be called several times a lease."""
@@ -146,11 +171,24 @@ class Membership:
         if gap_s > self.config.lease_s / 2:  # this process was stopped, and could not hear them
             for life in self._lives.values():
                 life.lease_until_s += gap_s
-        gone = [m.node_id for m in self.list.members if self._lives[m.node_id].lease_until_s <= now_s]
-        if not gone or len(gone) * 2 > len(self.list.members):
-            return []
-        self.list = self.list.without(gone)
+        silent_s = {m.node_id: now_s - self._lives[m.node_id].lease_until_s for m in self.list.members}
+        gone = [node_id for node_id, past_s in silent_s.items() if past_s >= 0]
+        if len(gone) * 2 > len(silent_s):
+            grace_s = GRACE_LEASES * self.config.lease_s
+            gone = [name for name in gone if silent_s[name] >= grace_s] if len(gone) < len(silent_s) else []
+        if gone:
+            self._replace(self.list.without(gone))
         return gone
+
+    @property
+    def _next_epoch(self) -> int:
+        if self._own_number is None:
+            return max(self.list.epoch + 1, self._first_epoch)
+        counted = max(self.list.epoch // EPOCH_STEP + 1, self._first_epoch)
+        return counted * EPOCH_STEP + self._own_number
+
+    def _replace(self, members: MemberList) -> None:
+        self.list = replace(members, epoch=self._next_epoch, copies=self.config.copies)
 
     def _lease_all(self, now_s: float) -> None:
         for member in self.list.members:

@@ -15,7 +15,7 @@ from cedar.kvstore.member_feed import SERVICE, ServiceFeed
 from cedar.kvstore.members import from_proto, to_proto
 from cedar.kvstore.membership import RENEWALS_A_LEASE
 from cedar.kvstore.rpc import ServiceStub
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.transport import Transport
 from cedar.v1 import membership_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class MembershipAgent:
         incarnation: int,
         weight: float,
         settled_epoch: Callable[[], int],
-        tls: TlsConfig | None = None,
+        transport: Transport,
         call_timeout_s: float = 2.0,
     ) -> None:
         self._service_address = service_address
@@ -45,11 +45,13 @@ class MembershipAgent:
         self._incarnation = incarnation
         self._weight = weight
         self._settled_epoch = settled_epoch
-        self._maker = ChannelMaker(tls)
+        self._maker = transport.channels()
         self._timeout_s = call_timeout_s
         self._lease_s = 1.0
         self._draining = False
         self._released = asyncio.Event()
+        self.unsettled = 0
+        """While draining: how many nodes have not yet received what is theirs now, as was last heard."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -59,14 +61,21 @@ class MembershipAgent:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stop being written to, and wait for the others to receive this node's pages; whether they have."""
+        """Stop being written to, and wait for the others to receive this node's pages; whether they have.
+
+        While the service is away, or has forgotten, it is told again: nobody takes over what nobody is told
+        of.
+        """
         self._draining = True
         try:
-            await self._leave(drain=True)
             async with asyncio.timeout(timeout_s):
+                try:
+                    await self._leave(drain=True)
+                except _FAILURES as error:
+                    log.info("membership service: %s", error)
                 await self._released.wait()
-        except _FAILURES as error:
-            log.warning("left before the others had received everything: %s", error)
+        except TimeoutError:
+            log.warning("the others had not received everything in %.0f s", timeout_s)
             return False
         return True
 
@@ -94,7 +103,9 @@ class MembershipAgent:
             pause_s = self._lease_s / RENEWALS_A_LEASE
             try:
                 if listed:
-                    listed = await self._renew() or self._draining
+                    if self._draining:
+                        await self._leave(drain=True)
+                    listed = await self._renew()
                 else:
                     listed, pause_s = await self._join()
             except _FAILURES as error:
@@ -109,6 +120,7 @@ class MembershipAgent:
             incarnation=self._incarnation,
             weight=self._weight,
             known=to_proto(self._feed.current),
+            draining=self._draining,
         )
         response = await self._stub.Join(request, timeout=self._timeout_s)
         self._lease_s = response.lease_s or self._lease_s
@@ -120,9 +132,13 @@ class MembershipAgent:
 
     async def _renew(self) -> bool:
         request = pb.RenewRequest(
-            node_id=self._node_id, incarnation=self._incarnation, settled_epoch=self._settled_epoch()
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            settled_epoch=self._settled_epoch(),
+            epoch=self._feed.current.epoch,
         )
         response = await self._stub.Renew(request, timeout=self._timeout_s)
+        self.unsettled = response.unsettled
         if response.released and self._draining:
             self._released.set()
         return bool(response.known)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -23,9 +24,11 @@ from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.member_feed import SERVICE, MemberFeed
 from cedar.kvstore.members import from_json, from_proto, to_json, to_proto
-from cedar.kvstore.membership import RENEWALS_A_LEASE, Membership, MembershipConfig
-from cedar.kvstore.rpc import add_health, service_handler, transport_options
-from cedar.kvstore.tls import TlsConfig, server_credentials
+from cedar.kvstore.membership import EPOCH_STEP, RENEWALS_A_LEASE, Membership, MembershipConfig
+from cedar.kvstore.rpc import transport_options
+from cedar.kvstore.state_file import StateFile, StateText
+from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport, Transport
 from cedar.v1 import membership_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -41,31 +44,34 @@ class MembershipService:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        state_file: Path | None = None,
+        state_file: Path | StateText | None = None,
         tls: TlsConfig | None = None,
         clock: Clock | None = None,
+        transport: Transport | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._state_file = state_file
-        known = None
-        if state_file is not None and state_file.exists():
-            known = from_json(state_file.read_text("utf-8"))
-        self.membership = Membership(config or MembershipConfig(), known, now_s=self._clock.monotonic_s())
+        self._state = StateFile(state_file) if isinstance(state_file, Path) else state_file
+        text = None if self._state is None else self._state.load()
+        known = None if text is None else from_json(text)
+        self.membership = Membership(
+            config or MembershipConfig(),
+            known,
+            now_s=self._clock.monotonic_s(),
+            first_epoch=max(int(self._clock.wall_s()), 1),
+            own_number=(rng or random.SystemRandom()).randrange(EPOCH_STEP),
+        )
         self.feed = MemberFeed(known)
-        self._listen = f"{host}:{port}"
         self._host = host
-        self._tls = tls
+        self._port = port
+        self._transport = transport or GrpcTransport(tls)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serve; the address."""
-        self._server = grpc.aio.server(options=transport_options().server)
-        self._server.add_generic_rpc_handlers((service_handler(SERVICE, self),))
-        add_health(self._server, [SERVICE])
-        if self._tls is None:
-            port = self._server.add_insecure_port(self._listen)
-        else:
-            port = self._server.add_secure_port(self._listen, server_credentials(self._tls))
+        self._server = self._transport.server(transport_options().server)
+        self._server.add([(SERVICE, self)])
+        port = self._server.listen(self._host, self._port)
         await self._server.start()
         self._task = asyncio.get_running_loop().create_task(self._expire())
         return f"{self._host}:{port}"
@@ -87,6 +93,7 @@ class MembershipService:
                 request.weight or 1.0,
                 self._clock.monotonic_s(),
                 from_proto(request.known),
+                draining=request.draining,
             )
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -102,12 +109,17 @@ class MembershipService:
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         """Hear that a node lives."""
         known = self.membership.renew(
-            request.node_id, request.incarnation, request.settled_epoch, self._clock.monotonic_s()
+            request.node_id,
+            request.incarnation,
+            request.settled_epoch,
+            self._clock.monotonic_s(),
+            request.epoch,
         )
         return pb.RenewResponse(
             known=known,
             epoch=self.membership.list.epoch,
             released=self.membership.released(request.node_id),
+            unsettled=self.membership.unsettled(),
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
@@ -132,11 +144,9 @@ class MembershipService:
                 self._publish()
 
     def _publish(self) -> None:
-        if self.feed.publish(self.membership.list) and self._state_file is not None:
-            fresh = self._state_file.with_suffix(".new")
+        if self.feed.publish(self.membership.list) and self._state is not None:
             try:
-                fresh.write_text(to_json(self.membership.list), "utf-8")
-                fresh.replace(self._state_file)
+                self._state.save(to_json(self.membership.list))
             except OSError as error:
                 log.warning("member list not saved: %s", error)
 
@@ -147,14 +157,17 @@ async def _serve(arguments: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     config = MembershipConfig(
-        lease_s=arguments.lease_s, flap_joins=arguments.flap_joins, hold_s=arguments.hold_s
+        lease_s=arguments.lease_s,
+        flap_joins=arguments.flap_joins,
+        hold_s=arguments.hold_s,
+        copies=arguments.copies,
     )
-    tls = None
-    if arguments.tls:
-        ca, certificate, key = arguments.tls
-        tls = TlsConfig(ca_file=ca, certificate_file=certificate, key_file=key)
     service = MembershipService(
-        config, host=arguments.host, port=arguments.port, state_file=arguments.state, tls=tls
+        config,
+        host=arguments.host,
+        port=arguments.port,
+        state_file=arguments.state,
+        tls=TlsConfig.of(arguments.tls),
     )
     address = await service.start()
     print(json.dumps({"address": address, "pid": os.getpid()}), flush=True)
@@ -172,6 +185,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--lease-s", type=float, default=10.0, help="a node silent for this long is dropped (default 10)")
     add("--flap-joins", type=int, default=3, help="joins within ten minutes before a node is held out")
     add("--hold-s", type=float, default=600.0, help="how long it is held out (default 600)")
+    add(
+        "--copies",
+        type=int,
+        default=0,
+        help="nodes that hold what is hit often (default: each as configured)",
+    )
     add("--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

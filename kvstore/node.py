@@ -13,26 +13,26 @@ import logging
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-import grpc
 from cedar.kvstore.admin import ADMIN_SERVICE, AdminService
-from cedar.kvstore.clock import Clock, SystemClock
+from cedar.kvstore.clock import Clock
 from cedar.kvstore.cluster_config import PeerConfig
 from cedar.kvstore.cluster_part import ClusterPart
 from cedar.kvstore.cluster_service import ClusterStoreService
 from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
+from cedar.kvstore.environment import Environment
 from cedar.kvstore.errors import InvalidRequest, StoreLocked
 from cedar.kvstore.machine import keep_freed_memory
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.metrics import StoreMetrics
 from cedar.kvstore.peer_service import StorePeerService
-from cedar.kvstore.rpc import add_health, service_handler, transport_options
-from cedar.kvstore.ssd_tier import SsdTier
+from cedar.kvstore.rpc import transport_options
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.tenant_purge import PEER_SERVICE
-from cedar.kvstore.tls import TlsConfig, server_credentials
+from cedar.kvstore.tls import TlsConfig
+from cedar.kvstore.transport import GrpcTransport, PortInUse
 from cedar.kvstore.window_tier import WindowTier
 from cedar.v1 import store_pb2
 
@@ -40,15 +40,11 @@ log = logging.getLogger(__name__)
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
-class PortInUse(RuntimeError):
-    """The address cannot be listened on."""
-
-
 class StoreNode:
     """A store node inside this process: ``await start()``, later ``await stop()``.
 
     ``peers``: its part in a cluster of nodes. ``feed``: where it learns of the others, when whoever runs the
-    node publishes the member list itself.
+    node publishes the member list itself. ``environment``: the machine, if it is not this one.
     """
 
     def __init__(
@@ -58,6 +54,7 @@ class StoreNode:
         peers: PeerConfig | None = None,
         feed: MemberFeed | None = None,
         clock: Clock | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.config = config
         self._peers = peers or PeerConfig()
@@ -67,18 +64,20 @@ class StoreNode:
         self.running = False
         self.metrics: StoreMetrics | None = None
         self.metrics_port = 0
-        self._clock = clock or SystemClock()
+        environment = environment or Environment(transport=GrpcTransport(config.tls))
+        self._environment = environment if clock is None else replace(environment, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
         """Open the tiers and serve; the address, "host:port". StoreLocked, PortInUse."""
         loop = asyncio.get_running_loop()
         config = self.config
-        self.windows = WindowTier(config.window, self._clock, self.counters)
-        self._readers = ThreadPoolExecutor(config.read_threads, thread_name_prefix="cedar-store-reader")
+        machine = self._environment
+        self.windows = WindowTier(config.window, machine.clock, self.counters)
+        self._readers = machine.readers(config.read_threads)
         try:
             self.ssd = await loop.run_in_executor(
-                self._readers, lambda: SsdTier(config.ssd, clock=self._clock, counters=self.counters)
+                self._readers, machine.open_pages, config.ssd, machine.clock, self.counters
             )
         except BaseException:
             self._readers.shutdown(wait=False)
@@ -88,11 +87,12 @@ class StoreNode:
             keepalive_s=config.keepalive_s,
             keepalive_timeout_s=config.keepalive_timeout_s,
         )
-        self._server = grpc.aio.server(options=options.server)
+        self._server = machine.transport.server(options.server)
         try:
             self.part = ClusterPart(
                 config,
                 self._peers,
+                environment=machine,
                 ssd=self.ssd,
                 windows=self.windows,
                 readers=self._readers,
@@ -103,7 +103,7 @@ class StoreNode:
             await self._close_tiers()
             raise
         try:
-            port = self._listen()
+            port = self._server.listen(config.host, config.port)
             await self.part.prepare()
             self._serve_metrics()
         except BaseException:
@@ -114,12 +114,9 @@ class StoreNode:
             self.part, config, self.ssd, self.windows, self._readers, self.counters
         )
         peer_service = StorePeerService(self.part, service, self.windows)
-        admin = AdminService(
-            config, self.ssd, self.windows, self._readers, self.counters, node_id=self.part.node_id
-        )
+        admin = AdminService(config, self.ssd, self.windows, self._readers, self.counters, self.part)
         services = ((SERVICE, service), (PEER_SERVICE, peer_service), (ADMIN_SERVICE, admin))
-        self._server.add_generic_rpc_handlers(tuple(service_handler(*pair) for pair in services))
-        self._health = add_health(self._server, [descriptor for descriptor, _ in services])
+        self._server.add(services)
         await self._server.start()
         self._tasks.append(loop.create_task(self._expire_windows()))
         self.address = f"{config.host}:{port}"
@@ -136,7 +133,7 @@ class StoreNode:
         if not self.running:
             return
         self.running = False
-        await self._health.enter_graceful_shutdown()
+        await self._server.retire()
         await self.part.leave()
         await self._server.stop(grace_s)
         await self.part.stop()
@@ -144,16 +141,6 @@ class StoreNode:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._close_tiers()
-
-    def _listen(self) -> int:
-        config = self.config
-        address = f"{config.host}:{config.port}"
-        try:
-            if config.tls is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, server_credentials(config.tls))
-        except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {address}: {error}") from None
 
     async def _close_tiers(self) -> None:
         loop = asyncio.get_running_loop()
@@ -224,10 +211,6 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
     add("--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files: mutual TLS")
     add("--fingerprint", action="append", default=[], metavar="HEX", help="take only this model's pages")
     arguments = parser.parse_args(argv)
-    tls = None
-    if arguments.tls:
-        ca, certificate, key = arguments.tls
-        tls = TlsConfig(ca_file=ca, certificate_file=certificate, key_file=key)
     node = NodeConfig(
         ssd=SsdConfig(
             directory=arguments.directory,
@@ -244,7 +227,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[NodeConfig, PeerConf
         max_reads=arguments.max_reads,
         grace_s=arguments.grace_s,
         metrics_port=arguments.metrics_port,
-        tls=tls,
+        tls=TlsConfig.of(arguments.tls),
     )
     peers = PeerConfig(
         node_id=arguments.node_id,

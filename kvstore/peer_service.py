@@ -90,7 +90,8 @@ class StorePeerService:
                     )
                 for page in pages:
                     expect_fingerprint(read_header(page.value).fingerprint, self._config.fingerprints)
-                kept = await self._part.keep(pages)
+                counts = await self._part.keep(pages)
+                kept = counts.stored + counts.present + counts.conflicts
                 response.stored += kept
                 response.refused += len(pages) - kept
         return response
@@ -122,7 +123,9 @@ class StorePeerService:
         if held is None:
             raise NotHeld("no such window record")
         record, checksum = held
-        for frame in window_frames(name, record, checksum, tenant=self._windows.tenant_of(name)):
+        tenant = self._windows.tenant_of(name)
+        purges = self._part.purges.carried_out(tenant)
+        for frame in window_frames(name, record, checksum, tenant=tenant, purges=purges):
             yield frame
 
     @guarded
@@ -131,16 +134,16 @@ class StorePeerService:
         expect_known_fields(request)
         if not 0 < len(request.tenant) <= MAX_TENANT_BYTES:
             raise InvalidRequest("tenant", f"{len(request.tenant)} bytes", f"1 to {MAX_TENANT_BYTES} bytes")
-        if not request.purged_ms:
-            raise InvalidRequest("purged_ms", request.purged_ms, "the time of the order")
-        pages, size, windows = await self._part.purge(request.tenant, request.purged_ms)
+        if not request.purge_id:
+            raise InvalidRequest("purge_id", request.purge_id, "the name of the order")
+        pages, size, windows = await self._part.purging.purge(request.tenant, request.purge_id)
         return pb.PurgeResponse(pages=pages, bytes=size, windows=windows)
 
     @guarded
     async def ExchangePurges(self, request: pb.Purges, context: Context) -> pb.Purges:
         """Learn the peer's purges, carry out those that are new, and tell one's own."""
         expect_known_fields(request)
-        await self._part.learn_purges(request)
+        await self._part.purging.learn(request)
         return self._part.purges.to_proto()
 
     async def _expect_epoch(self, context: Context) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from cedar.kvstore.breaker import Breaker
+from cedar.kvstore.call_answer import ChannelClosed, answer_of
 from cedar.kvstore.cluster_config import PeerConfig
 from cedar.kvstore.epochs import enclosed_list, request_metadata
 from cedar.kvstore.errors import CorruptValue, FrameError, InvalidRequest
@@ -25,7 +25,7 @@ from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.members import Member
 from cedar.kvstore.rpc import ServiceStub
 from cedar.kvstore.tenant_purge import PEER_SERVICE
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.transport import Channels, Transport
 from cedar.kvstore.window_tier import WindowName
 from cedar.kvstore.window_wire import assemble_window
 from cedar.v1 import store_pb2, store_peer_pb2
@@ -33,18 +33,40 @@ from google.protobuf.message import DecodeError
 
 log = logging.getLogger(__name__)
 _FAILURES = (grpc.RpcError, grpc.aio.UsageError, TimeoutError, DecodeError, InvalidRequest, CorruptValue)
+_ALIVE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+"""Answers of a node that is well, though it has not what it was asked for."""
 
 
 @dataclass(frozen=True)
 class CopiedPage:
-    """A verified page from another node, with what that node knows of it."""
+    """A verified page from another node, with what that node knows of it.
+
+    ``purges``: those of its tenant that the node had carried out when it read the page.
+    """
 
     key: bytes
     value: memoryview
     page_index: int
     tenant: bytes
     idle_s: float
-    purged_ms: int
+    purges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CopiedWindow:
+    """A verified window record from another node; ``purges`` as of a page."""
+
+    record: bytes
+    tenant: bytes
+    purges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Leading pages of those asked for. ``answered``: the rest is not there, rather than not received."""
+
+    pages: list[CopiedPage]
+    answered: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +85,7 @@ class Peer:
         member: Member,
         feed: MemberFeed,
         config: PeerConfig,
-        maker: ChannelMaker,
+        maker: Channels,
         count: Callable[[str], None],
     ) -> None:
         self.member = member
@@ -73,7 +95,7 @@ class Peer:
         self._breaker = Breaker(failures=3, open_s=0.5, max_open_s=8.0)
         self._channel = maker.open(member.address)
         self._stub = ServiceStub(self._channel, PEER_SERVICE)
-        self._fetches: dict[tuple[bytes, int], asyncio.Task[list[CopiedPage]]] = {}
+        self._fetches: dict[bytes, asyncio.Task[Fetched]] = {}
 
     async def held(self, root: bytes, keys: Sequence[bytes]) -> Held | None:
         """Which of these it holds; None when it does not answer."""
@@ -84,9 +106,9 @@ class Peer:
         names = (WindowName(w.page_key, w.tokens, w.digest) for w in response.windows)
         return Held(tuple(byte == 1 for byte in response.held), tuple(names))
 
-    async def fetch(self, keys: Sequence[bytes]) -> list[CopiedPage]:
+    async def fetch(self, keys: Sequence[bytes]) -> Fetched:
         """Leading pages of ``keys`` that it holds: a run at most, as all of it is kept in memory."""
-        name = (keys[0], len(keys))
+        name = b"".join(keys)
         running = self._fetches.get(name)
         if running is None:
             running = asyncio.get_running_loop().create_task(self._fetch(list(keys)))
@@ -94,7 +116,10 @@ class Peer:
             running.add_done_callback(lambda _: self._fetches.pop(name, None))
         else:
             self._count("store_peer_fetches_joined")
-        return await asyncio.shield(running)
+        try:
+            return await answer_of(asyncio.shield(running))
+        except ChannelClosed:  # this peer is not listed any more
+            return Fetched([], False)
 
     async def copy(self, frames: Sequence[bytes], pages: int) -> int:
         """Have it keep these pages too; how many it holds now."""
@@ -116,7 +141,7 @@ class Peer:
             while True:
                 async with asyncio.timeout(10 * self._config.stall_timeout_s):
                     try:
-                        message = await anext(messages)
+                        message = await answer_of(anext(messages))
                     except StopAsyncIteration:
                         return
                 yield split_keys(message.page_keys)
@@ -126,21 +151,27 @@ class Peer:
         finally:
             call.cancel()
 
-    async def fetch_window(self, name: WindowName, limit_bytes: int) -> tuple[bytes, bytes] | None:
-        """(record, its tenant), or None."""
+    async def fetch_window(self, name: WindowName, limit_bytes: int) -> CopiedWindow | None:
+        """A window record that it holds, or None."""
         request = store_pb2.GetWindowRequest(page_key=name.page_key, tokens=name.tokens, digest=name.digest)
-        if not self._breaker.allows(time.monotonic()):
+        if not self._breaker.allows(_now_s()):
             return None
         call = self._stub.FetchWindow(
             request, timeout=self._config.stall_timeout_s, metadata=self._metadata()
         )
         tenant = b""
+        purges: tuple[int, ...] = ()
 
         async def messages() -> AsyncIterator[bytes]:
-            nonlocal tenant
-            async for message in call:
+            nonlocal tenant, purges
+            received = call.__aiter__()
+            while True:
+                try:
+                    message = await answer_of(anext(received))
+                except StopAsyncIteration:
+                    return
                 meta = store_pb2.WindowMeta.FromString(decode_frame(message, expect=FrameKind.WINDOW).meta)
-                tenant = meta.tenant
+                tenant, purges = meta.tenant, tuple(meta.purges)
                 yield message
 
         try:
@@ -149,7 +180,7 @@ class Peer:
             self._failed("FetchWindow", error)
             return None
         self._breaker.succeeded()
-        return record, tenant
+        return CopiedWindow(record, tenant, purges)
 
     async def exchange_purges(self, purges: store_peer_pb2.Purges) -> store_peer_pb2.Purges | None:
         """What it knows, after it has learned what is known here; None when it does not answer."""
@@ -164,10 +195,10 @@ class Peer:
             task.cancel()
         await self._channel.close(None)
 
-    async def _fetch(self, keys: list[bytes]) -> list[CopiedPage]:
+    async def _fetch(self, keys: list[bytes]) -> Fetched:
         pages: list[CopiedPage] = []
-        if not self._breaker.allows(time.monotonic()):
-            return pages
+        if not self._breaker.allows(_now_s()):
+            return Fetched(pages, False)
         request = store_pb2.GetPagesRequest(page_keys=b"".join(keys))
         timeout_s = self._config.stall_timeout_s * 3
         call = self._stub.FetchPages(request, timeout=timeout_s, metadata=self._metadata())
@@ -177,23 +208,24 @@ class Peer:
             while len(pages) < len(keys):
                 async with asyncio.timeout(self._config.stall_timeout_s):
                     try:
-                        message = await anext(messages)
+                        message = await answer_of(anext(messages))
                     except StopAsyncIteration:
                         break
                 pages += copied_pages(message, keys[len(pages) :])
         except _FAILURES as error:
             self._failed("FetchPages", error)
-        else:
-            self._breaker.succeeded()
+            return Fetched(pages, False)
         finally:
             call.cancel()
-        return pages
+        self._breaker.succeeded()
+        return Fetched(pages, True)
 
     async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
-        if not self._breaker.allows(time.monotonic()):
+        if not self._breaker.allows(_now_s()):
             return None
         try:
-            answer = await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata())
+            call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata())
+            answer = await answer_of(call)
         except _FAILURES as error:
             self._failed(method, error)
             return None
@@ -210,13 +242,17 @@ class Peer:
                 if newer is not None:
                     self._feed.publish(newer)
                 return
-            if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            if error.code() in _ALIVE:
                 return
             log.info("peer %s: %s: %s", self.member.node_id, what, error.code().name)
         else:
             log.info("peer %s: %s: %s", self.member.node_id, what, error)
         self._count("store_peer_failures")
-        self._breaker.failed(time.monotonic())
+        self._breaker.failed(_now_s())
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def copied_pages(message: bytes, keys: Sequence[bytes] | None = None) -> list[CopiedPage]:
@@ -234,7 +270,7 @@ def copied_pages(message: bytes, keys: Sequence[bytes] | None = None) -> list[Co
         value = frame.payload[size * number : size * (number + 1)]
         verify_value(value, page_key=key)
         pages.append(
-            CopiedPage(key, value, meta.first_page + number, meta.tenant, meta.idle_s, meta.purged_ms)
+            CopiedPage(key, value, meta.first_page + number, meta.tenant, meta.idle_s, tuple(meta.purges))
         )
     return pages
 
@@ -247,14 +283,14 @@ class Peers:
         node_id: str,
         feed: MemberFeed,
         config: PeerConfig,
-        tls: TlsConfig | None,
+        transport: Transport,
         options: list[tuple[str, int | str]],
         count: Callable[[str], None],
     ) -> None:
         self._node_id = node_id
         self._feed = feed
         self._config = config
-        self._maker = ChannelMaker(tls, options)
+        self._maker = transport.channels(options)
         self._count = count
         self._peers: dict[tuple[str, str], Peer] = {}
         self._retiring: set[asyncio.Task[None]] = set()

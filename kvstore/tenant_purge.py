@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
+from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.members import Member
+from cedar.kvstore.purges import new_purge_id
 from cedar.kvstore.rpc import ServiceStub
-from cedar.kvstore.tls import ChannelMaker, TlsConfig
+from cedar.kvstore.transport import GrpcTransport, Transport
 from cedar.v1 import store_peer_pb2
 
 PEER_SERVICE: Final = store_peer_pb2.DESCRIPTOR.services_by_name["StorePeer"]
@@ -29,13 +31,20 @@ class PurgeReport:
 
 
 async def purge_everywhere(
-    members: Sequence[Member], tenant: bytes, *, timeout_s: float, tls: TlsConfig | None = None
+    members: Sequence[Member],
+    tenant: bytes,
+    *,
+    timeout_s: float,
+    transport: Transport | None = None,
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
 ) -> PurgeReport:
     """Purge on all nodes at the same time. ``tenant``: its domain, never empty."""
     if not tenant:
         raise InvalidRequest("tenant", tenant, "must not be empty")
-    request = store_peer_pb2.PurgeRequest(tenant=tenant, purged_ms=int(time.time() * 1000))
-    maker = ChannelMaker(tls)
+    purge_id = new_purge_id((clock or SystemClock()).wall_s(), rng or random.SystemRandom())
+    request = store_peer_pb2.PurgeRequest(tenant=tenant, purge_id=purge_id)
+    maker = (transport or GrpcTransport()).channels()
 
     async def purge(member: Member) -> store_peer_pb2.PurgeResponse | None:
         async with maker.open(member.address) as channel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,14 @@ class TlsConfig:
     certificate_file: Path
     key_file: Path
     server_name: str = ""
+
+    @classmethod
+    def of(cls, files: Sequence[Path] | None) -> TlsConfig | None:
+        """From a command line's (authorities, certificate, key); None when there are none."""
+        if not files:
+            return None
+        ca, certificate, key = files
+        return cls(ca_file=ca, certificate_file=certificate, key_file=key)
 
     def __post_init__(self) -> None:
         for name in ("ca_file", "certificate_file", "key_file"):

@@ -29,6 +29,11 @@ class WindowName(NamedTuple):
     digest: bytes
 
 
+def longest_first(name: WindowName) -> tuple[int, WindowName]:
+    """Sorts names by what they are worth, in one order everywhere."""
+    return -name.tokens, name
+
+
 @dataclass
 class _Held:
     record: bytes
@@ -104,14 +109,17 @@ class WindowTier:
             self._counters.add("store_window_puts")
             self._counters.observer.stored("window", tenant, len(record))
 
-    def get(self, name: WindowName) -> tuple[bytes, bytes] | None:
-        """(record, checksum), which counts as a use and renews its time; None when gone."""
+    def get(self, name: WindowName, tenant: bytes = b"") -> tuple[bytes, bytes] | None:
+        """(record, checksum), which counts as a use and renews its time; None when gone.
+
+        ``tenant``: who asks; to whom a miss is booked.
+        """
         with self._lock:
             held = self._held.get(name)
             now_s = self._clock.monotonic_s()
             if held is None or held.expires_s <= now_s:
                 self._counters.add("store_window_misses")
-                self._counters.observer.looked_up("window", b"", 1, 0, name.tokens)
+                self._counters.observer.looked_up("window", tenant, 1, 0, name.tokens)
                 return None
             held.expires_s = now_s + self.config.ttl_s
             self._held.move_to_end(name)
@@ -134,7 +142,7 @@ class WindowTier:
                 for name in by_page[page_key]
                 if self._held[name].expires_s > now_s
             ]
-        found.sort(key=lambda name: -name.tokens)
+        found.sort(key=longest_first)
         return found[:limit]
 
     def delete(self, name: WindowName) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from cedar.kvstore.errors import CorruptValue, FrameError
 from cedar.kvstore.frames import (
@@ -18,9 +18,9 @@ from cedar.v1 import store_pb2
 
 
 def window_frames(
-    name: WindowName, record: bytes, checksum: bytes, *, tenant: bytes = b""
+    name: WindowName, record: bytes, checksum: bytes, *, tenant: bytes = b"", purges: Sequence[int] = ()
 ) -> Iterator[bytes]:
-    """Frames of one record, in order."""
+    """Frames of one record, in order. ``purges``: between nodes, of the tenant, as the sender knows them."""
     meta = store_pb2.WindowMeta(
         page_key=name.page_key,
         tokens=name.tokens,
@@ -28,6 +28,7 @@ def window_frames(
         total_bytes=len(record),
         checksum=checksum,
         tenant=tenant,
+        purges=purges,
     )
     for offset, piece in split_record(record):
         meta.offset = offset

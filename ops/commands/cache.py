@@ -26,6 +26,7 @@ a tour:
   cedar cache warm --cold s3://bucket/cold            and bring it back
   cedar cache warm --prompts system-prompts.txt       or compute prefixes before they are asked for
   cedar cache purge --tenant acme            forget a tenant, on every node
+  cedar cache drain 10.0.0.7:7001            let the others take over from a node that is to go
 
 A store is a cache: everything here may be done while it serves. Sizes are of stored values.
 Exit code 1 when something was found damaged, refused or missing; 3 when no store is there.
@@ -36,7 +37,7 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser(
         "cache",
-        help="look into the store: stats, top, explain, verify, scrub, purge, export, import, warm",
+        help="look into the store: stats, top, explain, verify, scrub, purge, drain, export, import, warm",
         description="Look into the store, prove that it is sound, and carry pages between stores.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,6 +45,7 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_views(actions)
     _add_checks(actions)
+    _add_drain(actions)
     _add_moves(actions)
 
 
@@ -118,6 +120,19 @@ def _add_checks(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     purge.add_argument("--cold", metavar="URL", help="also from the cold tier there")
     purge.add_argument("--yes", action="store_true", help="do not ask")
     purge.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="a node's (default 60)")
+
+
+def _add_drain(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    drain = _action(
+        actions, "drain", _lazily("cache_drain", "run_drain"),
+        "let the other nodes take over what a node holds",
+        "The node takes no more writes, the others take what they now own, then it leaves their list and "
+        "may be stopped. Reads hit all the while. Exit code 1 if that was not done in time.",
+    )  # fmt: skip
+    drain.add_argument("name", metavar="NODE", help="its address, or what it calls itself")
+    drain.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait (default 600)"
+    )
 
 
 def _add_moves(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..exits import CommandError, Exit
 from ..screen import console, emit_json, size, table
-from .cache_nodes import Target
+from .cache_nodes import Target, open_cold
 from .cache_progress import PageProgress
 
 if TYPE_CHECKING:
@@ -87,17 +87,17 @@ def run_purge(arguments: argparse.Namespace) -> Exit:
     async def purge() -> PurgeReport:
         from cedar.kvstore.members import fixed_list
         from cedar.kvstore.tenant_purge import purge_everywhere
+        from cedar.kvstore.transport import GrpcTransport
 
         members = fixed_list(target.addresses).members
-        return await purge_everywhere(members, domain, timeout_s=arguments.timeout, tls=target.tls)
+        return await purge_everywhere(
+            members, domain, timeout_s=arguments.timeout, transport=GrpcTransport(target.tls)
+        )
 
     report = asyncio.run(purge())
     packs = None
     if arguments.cold:
-        from cedar.kvstore.cold import ColdTier
-        from cedar.kvstore.cold_objects import ColdConfig, Objects
-
-        packs = ColdTier(Objects(ColdConfig(url=arguments.cold))).purge(domain)
+        packs = open_cold(arguments.cold).purge(domain)
     if arguments.json:
         emit_json({**asdict(report), "cold_packs": packs}, sys.stdout)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..exits import CommandError, Exit
 from ..screen import emit_json, size
-from .cache_nodes import Target
+from .cache_nodes import Target, open_cold
 from .cache_progress import PageProgress
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ async def _export(target: Target, arguments: argparse.Namespace, progress: PageP
 
 async def _to_cold(url: str, pages: AsyncIterator[Page]) -> list[str]:
     """Hand pages to the archiving thread, a few ahead of it."""
-    from cedar.kvstore.cold import ColdTier
-    from cedar.kvstore.cold_objects import ColdConfig, Objects
-
-    tier = ColdTier(Objects(ColdConfig(url=url)))
+    tier = open_cold(url)
     loop = asyncio.get_running_loop()
     ready: asyncio.Queue[Page | None] = asyncio.Queue(64)
 
@@ -138,10 +135,7 @@ def run_warm(arguments: argparse.Namespace) -> Exit:
 
         return run_prompts(arguments)
     target = Target.find(arguments)
-    from cedar.kvstore.cold import ColdTier
-    from cedar.kvstore.cold_objects import ColdConfig, Objects
-
-    tier = ColdTier(Objects(ColdConfig(url=arguments.cold)))
+    tier = open_cold(arguments.cold)
     domain = asyncio.run(target.tenant(arguments))
     manifests = [m for m in tier.manifests() if domain in (b"", m.tenant)]
     total = sum(manifest.values for manifest in manifests)
@@ -163,7 +157,7 @@ async def put_all(
     target: Target, pages: Iterator[tuple[int, Page]], progress: PageProgress
 ) -> dict[str, int]:
     """Put pages, neighbours of a chain together, a few calls at a time; refused ones are tried once more."""
-    client = target.putter()
+    client = await target.putter()
     counts = {"stored": 0, "present": 0, "conflicts": 0, "refused": 0}
     busy = asyncio.Semaphore(AT_ONCE)
 

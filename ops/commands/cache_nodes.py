@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..exits import CommandError, Exit
 
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
     from cedar.cluster.config import ClusterConfig
     from cedar.cluster.state_file import ClusterState
     from cedar.kvstore.admin_client import AdminClient
+    from cedar.kvstore.cold import ColdTier
     from cedar.kvstore.put import PutCounts
     from cedar.kvstore.tls import TlsConfig
+
+
+T = TypeVar("T")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +32,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--node", action="append", default=[], metavar="HOST:PORT", help="store nodes by address; repeat it"
     )
     group.add_argument(
-        "--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"), help="PEM files, for mutual TLS"
-    )
+        "--tls", nargs=3, type=Path, metavar=("CA", "CERTIFICATE", "KEY"),
+        help="PEM files, for mutual TLS (default: those of the cluster's configuration)",
+    )  # fmt: skip
 
 
 def add_tenant(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -41,6 +47,14 @@ def add_tenant(parser: argparse.ArgumentParser, *, required: bool = False) -> No
         "--secret-file", type=Path, metavar="FILE",
         help="what domains are derived with (default: the cluster's own, where it can be read)",
     )  # fmt: skip
+
+
+def open_cold(url: str) -> ColdTier:
+    """The cold tier in the folder that fsspec opens by ``url``."""
+    from cedar.kvstore.cold import ColdTier
+    from cedar.kvstore.cold_objects import ColdConfig, Objects
+
+    return ColdTier(Objects(ColdConfig(url=url)))
 
 
 class PagePutter(Protocol):
@@ -67,12 +81,9 @@ class Target:
     @classmethod
     def find(cls, arguments: argparse.Namespace) -> Target:
         """From the options. ClusterNotFound; CommandError when the cluster runs without a store."""
-        tls = None
-        if arguments.tls:
-            from cedar.kvstore.tls import TlsConfig
+        from cedar.kvstore.tls import TlsConfig
 
-            ca, certificate, key = arguments.tls
-            tls = TlsConfig(ca_file=ca, certificate_file=certificate, key_file=key)
+        tls = TlsConfig.of(arguments.tls)
         secret_file = getattr(arguments, "secret_file", None)
         if arguments.node:
             if arguments.cluster:
@@ -84,7 +95,12 @@ class Target:
         addresses = tuple(entry.address for entry in state.workers if entry.stage == "store")
         if not addresses:
             raise CommandError(f"cluster {state.name!r} runs without a store", Exit.UNREACHABLE)
-        return cls(addresses, state, tls, secret_file)
+        target = cls(addresses, state, tls, secret_file)
+        if tls is None:
+            from cedar.cluster.worker_configs import store_tls
+
+            target = replace(target, tls=store_tls(target.config))
+        return target
 
     def admin(self) -> AdminClient:
         """A client for operators."""
@@ -92,16 +108,43 @@ class Target:
 
         return AdminClient(self.addresses, tls=self.tls)
 
-    def putter(self) -> PagePutter:
-        """What to write pages through."""
-        if len(self.addresses) == 1 and self.tls is None:
+    def ask(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+        """What the nodes answer to one question."""
+
+        async def asked() -> T:
+            async with self.admin() as admin:
+                return await question(admin)
+
+        return asyncio.run(asked())
+
+    async def node(self, name: str) -> Target:
+        """One of the nodes, by its address or by what it calls itself. CommandError when there is none."""
+        if name not in self.addresses:
+            names = await self.names()
+            if name not in names:
+                known = ", ".join(f"{address} ({node_id})" for node_id, address in names.items())
+                raise CommandError(f"{name}: no such store node; there are {known}")
+            name = names[name]
+        return replace(self, addresses=(name,))
+
+    async def putter(self) -> PagePutter:
+        """What to write pages through: each goes to the node that owns it."""
+        if len(self.addresses) == 1:
             from cedar.kvstore.client import StoreClient
 
-            return StoreClient(self.addresses[0])
+            return StoreClient(self.addresses[0], tls=self.tls)
         from cedar.kvstore.cluster_client import ClusterClient
         from cedar.kvstore.member_feed import MemberFeed
+        from cedar.kvstore.members import Member, MemberList
 
-        return ClusterClient(MemberFeed.fixed(self.addresses), tls=self.tls)
+        names = await self.names()
+        members = tuple(Member(node_id, address) for node_id, address in names.items())
+        return ClusterClient(MemberFeed(MemberList(0, members)), tls=self.tls)
+
+    async def names(self) -> dict[str, str]:
+        """Addresses by what the nodes call themselves: pages are placed by these names."""
+        async with self.admin() as admin:
+            return {answer.node_id: address for address, answer in (await admin.top()).items()}
 
     @cached_property
     def config(self) -> ClusterConfig:

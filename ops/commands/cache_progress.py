@@ -12,6 +12,36 @@ from ..screen import size
 EVERY_S: Final = 5.0
 
 
+class StepProgress:
+    """A context manager for work whose end is not known: tells what ``at`` was given, when it changes."""
+
+    def __init__(self, what: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self._what = what
+        self._quiet = quiet
+        self._stream = stream or sys.stderr
+        self._told = ""
+
+    def __enter__(self) -> StepProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._told and self._stream.isatty():
+            print(file=self._stream)
+
+    def at(self, how_far: str) -> None:
+        """The work is so far."""
+        if self._quiet or how_far == self._told:
+            return
+        self._told = how_far
+        text = f"  {self._what}: {how_far}"
+        if self._stream.isatty():
+            print(f"\r{text}\x1b[K", end="", file=self._stream, flush=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
 class PageProgress:
     """A context manager; ``advance`` says how far it is. Writes to stderr: stdout is for programs."""
 

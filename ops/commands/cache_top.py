@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..exits import CommandError, Exit
-from ..screen import console, count, emit_json, size, table
+from ..screen import console, count, emit_json, redraw, size, table
 from .cache_nodes import Target
 
 if TYPE_CHECKING:
+    from cedar.kvstore.admin_client import AdminClient
     from cedar.v1 import admin_pb2
     from rich.table import Table
 
@@ -49,33 +48,29 @@ def run_top(arguments: argparse.Namespace) -> Exit:
     """Show tenants by bytes, once or again and again."""
     target = Target.find(arguments)
 
-    async def ask() -> tuple[dict[str, admin_pb2.TopResponse], dict[str, dict[str, float]]]:
-        async with target.admin() as admin:
-            return await admin.top(), await admin.stats()
+    async def both(
+        admin: AdminClient,
+    ) -> tuple[dict[str, admin_pb2.TopResponse], dict[str, dict[str, float]]]:
+        return await admin.top(), await admin.stats()
 
     if arguments.watch is None:
-        nodes, stats = asyncio.run(ask())
+        nodes, stats = target.ask(both)
         if arguments.json:
             emit_json({"tenants": [asdict(line) for line in tenant_lines(nodes)]}, sys.stdout)
         else:
             console().print(top_table(nodes, stats))
         return Exit.OK
-    if arguments.watch <= 0:
-        raise CommandError(f"--watch: {arguments.watch} is not above 0 seconds")
     if arguments.json:
         raise CommandError("--watch and --json: one of them")
-    from rich.live import Live
+    before: Stats = {}
 
-    try:
-        before: Stats = {}
-        with Live(console=console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
-            while True:
-                nodes, stats = asyncio.run(ask())
-                live.update(top_table(nodes, stats, before, arguments.watch), refresh=True)
-                before = stats
-                time.sleep(arguments.watch)
-    except KeyboardInterrupt:
-        return Exit.OK
+    def view() -> Table:
+        nonlocal before
+        nodes, stats = target.ask(both)
+        seen, before = before, stats
+        return top_table(nodes, stats, seen, arguments.watch)
+
+    return redraw(view, arguments.watch)
 
 
 def tenant_lines(nodes: Mapping[str, admin_pb2.TopResponse]) -> list[TenantLine]:

@@ -34,12 +34,7 @@ SUMMED = (
 def run_stats(arguments: argparse.Namespace) -> Exit:
     """Show every node's figures and their sum."""
     target = Target.find(arguments)
-
-    async def ask() -> dict[str, dict[str, float]]:
-        async with target.admin() as admin:
-            return await admin.stats()
-
-    nodes = asyncio.run(ask())
+    nodes = target.ask(lambda admin: admin.stats())
     prompts = prompt_sources(target)
     if arguments.json:
         emit_json({"nodes": nodes, "prompts": prompts}, sys.stdout)

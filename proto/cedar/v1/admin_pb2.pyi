@@ -143,6 +143,26 @@ class ExportRequest(_message.Message):
     segment: int
     def __init__(self, tenant: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., segment: _Optional[int] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("node_id", "nodes_unsettled", "copies_waiting", "done", "handed_over")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODES_UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_WAITING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    nodes_unsettled: int
+    copies_waiting: int
+    done: bool
+    handed_over: bool
+    def __init__(self, node_id: _Optional[str] = ..., nodes_unsettled: _Optional[int] = ..., copies_waiting: _Optional[int] = ..., done: _Optional[bool] = ..., handed_over: _Optional[bool] = ...) -> None: ...
+
 class ExportedPage(_message.Message):
     __slots__ = ("page_key", "size", "page_index", "tenant", "age_s")
     PAGE_KEY_FIELD_NUMBER: _ClassVar[int]

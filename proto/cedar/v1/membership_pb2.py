@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x65\x64\x61r/v1/membership.proto\x12\x08\x63\x65\x64\x61r.v1\"\x8b\x01\n\x06Member\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.cedar.v1.MemberState\x12\x14\n\x0cjoined_epoch\x18\x06 \x01(\x04\">\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x07members\x18\x02 \x03(\x0b\x32\x10.cedar.v1.Member\"y\n\x0bJoinRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12#\n\x05known\x18\x05 \x01(\x0b\x32\x14.cedar.v1.MemberList\"k\n\x0cJoinResponse\x12\"\n\x04list\x18\x01 \x01(\x0b\x32\x14.cedar.v1.MemberList\x12\x0f\n\x07refused\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"K\n\x0cRenewRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rsettled_epoch\x18\x03 \x01(\x04\"?\n\rRenewResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08released\x18\x03 \x01(\x08\"C\n\x0cLeaveRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\"3\n\rLeaveResponse\x12\"\n\x04list\x18\x01 \x01(\x0b\x32\x14.cedar.v1.MemberList\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04*_\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMBER_STATE_ACTIVE\x10\x01\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x02\x32\xf0\x01\n\nMembership\x12\x35\n\x04Join\x12\x15.cedar.v1.JoinRequest\x1a\x16.cedar.v1.JoinResponse\x12\x38\n\x05Renew\x12\x16.cedar.v1.RenewRequest\x1a\x17.cedar.v1.RenewResponse\x12\x38\n\x05Leave\x12\x16.cedar.v1.LeaveRequest\x1a\x17.cedar.v1.LeaveResponse\x12\x37\n\x05Watch\x12\x16.cedar.v1.WatchRequest\x1a\x14.cedar.v1.MemberList0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x65\x64\x61r/v1/membership.proto\x12\x08\x63\x65\x64\x61r.v1\"\x8b\x01\n\x06Member\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.cedar.v1.MemberState\x12\x14\n\x0cjoined_epoch\x18\x06 \x01(\x04\"N\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x07members\x18\x02 \x03(\x0b\x32\x10.cedar.v1.Member\x12\x0e\n\x06\x63opies\x18\x03 \x01(\r\"\x8b\x01\n\x0bJoinRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12#\n\x05known\x18\x05 \x01(\x0b\x32\x14.cedar.v1.MemberList\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"k\n\x0cJoinResponse\x12\"\n\x04list\x18\x01 \x01(\x0b\x32\x14.cedar.v1.MemberList\x12\x0f\n\x07refused\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"Z\n\x0cRenewRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rsettled_epoch\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"R\n\rRenewResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08released\x18\x03 \x01(\x08\x12\x11\n\tunsettled\x18\x04 \x01(\r\"C\n\x0cLeaveRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\"3\n\rLeaveResponse\x12\"\n\x04list\x18\x01 \x01(\x0b\x32\x14.cedar.v1.MemberList\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04*_\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMBER_STATE_ACTIVE\x10\x01\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x02\x32\xf0\x01\n\nMembership\x12\x35\n\x04Join\x12\x15.cedar.v1.JoinRequest\x1a\x16.cedar.v1.JoinResponse\x12\x38\n\x05Renew\x12\x16.cedar.v1.RenewRequest\x1a\x17.cedar.v1.RenewResponse\x12\x38\n\x05Leave\x12\x16.cedar.v1.LeaveRequest\x1a\x17.cedar.v1.LeaveResponse\x12\x37\n\x05Watch\x12\x16.cedar.v1.WatchRequest\x1a\x14.cedar.v1.MemberList0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cedar.v1.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERSTATE']._serialized_start=772
-  _globals['_MEMBERSTATE']._serialized_end=867
+  _globals['_MEMBERSTATE']._serialized_start=841
+  _globals['_MEMBERSTATE']._serialized_end=936
   _globals['_MEMBER']._serialized_start=40
   _globals['_MEMBER']._serialized_end=179
   _globals['_MEMBERLIST']._serialized_start=181
-  _globals['_MEMBERLIST']._serialized_end=243
-  _globals['_JOINREQUEST']._serialized_start=245
-  _globals['_JOINREQUEST']._serialized_end=366
-  _globals['_JOINRESPONSE']._serialized_start=368
-  _globals['_JOINRESPONSE']._serialized_end=475
-  _globals['_RENEWREQUEST']._serialized_start=477
-  _globals['_RENEWREQUEST']._serialized_end=552
-  _globals['_RENEWRESPONSE']._serialized_start=554
-  _globals['_RENEWRESPONSE']._serialized_end=617
-  _globals['_LEAVEREQUEST']._serialized_start=619
-  _globals['_LEAVEREQUEST']._serialized_end=686
-  _globals['_LEAVERESPONSE']._serialized_start=688
-  _globals['_LEAVERESPONSE']._serialized_end=739
-  _globals['_WATCHREQUEST']._serialized_start=741
-  _globals['_WATCHREQUEST']._serialized_end=770
-  _globals['_MEMBERSHIP']._serialized_start=870
-  _globals['_MEMBERSHIP']._serialized_end=1110
+  _globals['_MEMBERLIST']._serialized_end=259
+  _globals['_JOINREQUEST']._serialized_start=262
+  _globals['_JOINREQUEST']._serialized_end=401
+  _globals['_JOINRESPONSE']._serialized_start=403
+  _globals['_JOINRESPONSE']._serialized_end=510
+  _globals['_RENEWREQUEST']._serialized_start=512
+  _globals['_RENEWREQUEST']._serialized_end=602
+  _globals['_RENEWRESPONSE']._serialized_start=604
+  _globals['_RENEWRESPONSE']._serialized_end=686
+  _globals['_LEAVEREQUEST']._serialized_start=688
+  _globals['_LEAVEREQUEST']._serialized_end=755
+  _globals['_LEAVERESPONSE']._serialized_start=757
+  _globals['_LEAVERESPONSE']._serialized_end=808
+  _globals['_WATCHREQUEST']._serialized_start=810
+  _globals['_WATCHREQUEST']._serialized_end=839
+  _globals['_MEMBERSHIP']._serialized_start=939
+  _globals['_MEMBERSHIP']._serialized_end=1179
 # @@protoc_insertion_point(module_scope)

@@ -33,26 +33,30 @@ class Member(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., weight: _Optional[float] = ..., state: _Optional[_Union[MemberState, str]] = ..., joined_epoch: _Optional[int] = ...) -> None: ...
 
 class MemberList(_message.Message):
-    __slots__ = ("epoch", "members")
+    __slots__ = ("epoch", "members", "copies")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    copies: int
+    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("node_id", "address", "incarnation", "weight", "known")
+    __slots__ = ("node_id", "address", "incarnation", "weight", "known", "draining")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     address: str
     incarnation: int
     weight: float
     known: MemberList
-    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., weight: _Optional[float] = ..., known: _Optional[_Union[MemberList, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., weight: _Optional[float] = ..., known: _Optional[_Union[MemberList, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("list", "refused", "retry_after_s", "lease_s")
@@ -67,24 +71,28 @@ class JoinResponse(_message.Message):
     def __init__(self, list: _Optional[_Union[MemberList, _Mapping]] = ..., refused: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("node_id", "incarnation", "settled_epoch")
+    __slots__ = ("node_id", "incarnation", "settled_epoch", "epoch")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SETTLED_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     settled_epoch: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., settled_epoch: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., settled_epoch: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ("known", "epoch", "released")
+    __slots__ = ("known", "epoch", "released", "unsettled")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     known: bool
     epoch: int
     released: bool
-    def __init__(self, known: _Optional[bool] = ..., epoch: _Optional[int] = ..., released: _Optional[bool] = ...) -> None: ...
+    unsettled: int
+    def __init__(self, known: _Optional[bool] = ..., epoch: _Optional[int] = ..., released: _Optional[bool] = ..., unsettled: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("node_id", "incarnation", "drain")

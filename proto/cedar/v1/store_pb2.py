@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cedar.v1 import common_pb2 as cedar_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x63\x65\x64\x61r/v1/store.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\"3\n\x0cMatchRequest\x12\x10\n\x08root_key\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x01(\x0c\"@\n\x0cWindowRecord\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"G\n\rMatchResponse\x12\r\n\x05pages\x18\x01 \x01(\r\x12\'\n\x07windows\x18\x02 \x03(\x0b\x32\x16.cedar.v1.WindowRecord\"$\n\x0fGetPagesRequest\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\"{\n\nStoredMeta\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\x12\x13\n\x0bvalue_bytes\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12\x0e\n\x06idle_s\x18\x05 \x01(\r\x12\x11\n\tpurged_ms\x18\x06 \x01(\x04\"W\n\x10PutPagesResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07present\x18\x02 \x01(\r\x12\x11\n\tconflicts\x18\x03 \x01(\r\x12\x0f\n\x07refused\x18\x04 \x01(\r\"\x85\x01\n\nWindowMeta\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\x12\x0e\n\x06tenant\x18\x07 \x01(\x0c\"#\n\x11PutWindowResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x08\"D\n\x10GetWindowRequest\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x0e\n\x0cStatsRequest\"s\n\rStatsResponse\x12\x33\n\x06values\x18\x01 \x03(\x0b\x32#.cedar.v1.StatsResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xfb\x02\n\x05Store\x12>\n\x0bMatchPrefix\x12\x16.cedar.v1.MatchRequest\x1a\x17.cedar.v1.MatchResponse\x12;\n\x08GetPages\x12\x19.cedar.v1.GetPagesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12<\n\x08PutPages\x12\x12.cedar.v1.RawFrame\x1a\x1a.cedar.v1.PutPagesResponse(\x01\x12>\n\tPutWindow\x12\x12.cedar.v1.RawFrame\x1a\x1b.cedar.v1.PutWindowResponse(\x01\x12=\n\tGetWindow\x12\x1a.cedar.v1.GetWindowRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12\x38\n\x05Stats\x12\x16.cedar.v1.StatsRequest\x1a\x17.cedar.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x63\x65\x64\x61r/v1/store.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\"C\n\x0cMatchRequest\x12\x10\n\x08root_key\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\"@\n\x0cWindowRecord\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"G\n\rMatchResponse\x12\r\n\x05pages\x18\x01 \x01(\r\x12\'\n\x07windows\x18\x02 \x03(\x0b\x32\x16.cedar.v1.WindowRecord\"$\n\x0fGetPagesRequest\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\"~\n\nStoredMeta\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\x12\x13\n\x0bvalue_bytes\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12\x0e\n\x06idle_s\x18\x05 \x01(\r\x12\x0e\n\x06purges\x18\x07 \x03(\x04J\x04\x08\x06\x10\x07\"W\n\x10PutPagesResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07present\x18\x02 \x01(\r\x12\x11\n\tconflicts\x18\x03 \x01(\r\x12\x0f\n\x07refused\x18\x04 \x01(\r\"\x95\x01\n\nWindowMeta\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\x12\x0e\n\x06tenant\x18\x07 \x01(\x0c\x12\x0e\n\x06purges\x18\x08 \x03(\x04\"#\n\x11PutWindowResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x08\"T\n\x10GetWindowRequest\x12\x10\n\x08page_key\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\x0e\n\x0cStatsRequest\"s\n\rStatsResponse\x12\x33\n\x06values\x18\x01 \x03(\x0b\x32#.cedar.v1.StatsResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xfb\x02\n\x05Store\x12>\n\x0bMatchPrefix\x12\x16.cedar.v1.MatchRequest\x1a\x17.cedar.v1.MatchResponse\x12;\n\x08GetPages\x12\x19.cedar.v1.GetPagesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12<\n\x08PutPages\x12\x12.cedar.v1.RawFrame\x1a\x1a.cedar.v1.PutPagesResponse(\x01\x12>\n\tPutWindow\x12\x12.cedar.v1.RawFrame\x1a\x1b.cedar.v1.PutWindowResponse(\x01\x12=\n\tGetWindow\x12\x1a.cedar.v1.GetWindowRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12\x38\n\x05Stats\x12\x16.cedar.v1.StatsRequest\x1a\x17.cedar.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATSRESPONSE_VALUESENTRY']._loaded_options = None
   _globals['_STATSRESPONSE_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_MATCHREQUEST']._serialized_start=57
-  _globals['_MATCHREQUEST']._serialized_end=108
-  _globals['_WINDOWRECORD']._serialized_start=110
-  _globals['_WINDOWRECORD']._serialized_end=174
-  _globals['_MATCHRESPONSE']._serialized_start=176
-  _globals['_MATCHRESPONSE']._serialized_end=247
-  _globals['_GETPAGESREQUEST']._serialized_start=249
-  _globals['_GETPAGESREQUEST']._serialized_end=285
-  _globals['_STOREDMETA']._serialized_start=287
-  _globals['_STOREDMETA']._serialized_end=410
-  _globals['_PUTPAGESRESPONSE']._serialized_start=412
-  _globals['_PUTPAGESRESPONSE']._serialized_end=499
-  _globals['_WINDOWMETA']._serialized_start=502
-  _globals['_WINDOWMETA']._serialized_end=635
-  _globals['_PUTWINDOWRESPONSE']._serialized_start=637
-  _globals['_PUTWINDOWRESPONSE']._serialized_end=672
-  _globals['_GETWINDOWREQUEST']._serialized_start=674
-  _globals['_GETWINDOWREQUEST']._serialized_end=742
-  _globals['_STATSREQUEST']._serialized_start=744
-  _globals['_STATSREQUEST']._serialized_end=758
-  _globals['_STATSRESPONSE']._serialized_start=760
-  _globals['_STATSRESPONSE']._serialized_end=875
-  _globals['_STATSRESPONSE_VALUESENTRY']._serialized_start=830
-  _globals['_STATSRESPONSE_VALUESENTRY']._serialized_end=875
-  _globals['_STORE']._serialized_start=878
-  _globals['_STORE']._serialized_end=1257
+  _globals['_MATCHREQUEST']._serialized_end=124
+  _globals['_WINDOWRECORD']._serialized_start=126
+  _globals['_WINDOWRECORD']._serialized_end=190
+  _globals['_MATCHRESPONSE']._serialized_start=192
+  _globals['_MATCHRESPONSE']._serialized_end=263
+  _globals['_GETPAGESREQUEST']._serialized_start=265
+  _globals['_GETPAGESREQUEST']._serialized_end=301
+  _globals['_STOREDMETA']._serialized_start=303
+  _globals['_STOREDMETA']._serialized_end=429
+  _globals['_PUTPAGESRESPONSE']._serialized_start=431
+  _globals['_PUTPAGESRESPONSE']._serialized_end=518
+  _globals['_WINDOWMETA']._serialized_start=521
+  _globals['_WINDOWMETA']._serialized_end=670
+  _globals['_PUTWINDOWRESPONSE']._serialized_start=672
+  _globals['_PUTWINDOWRESPONSE']._serialized_end=707
+  _globals['_GETWINDOWREQUEST']._serialized_start=709
+  _globals['_GETWINDOWREQUEST']._serialized_end=793
+  _globals['_STATSREQUEST']._serialized_start=795
+  _globals['_STATSREQUEST']._serialized_end=809
+  _globals['_STATSRESPONSE']._serialized_start=811
+  _globals['_STATSRESPONSE']._serialized_end=926
+  _globals['_STATSRESPONSE_VALUESENTRY']._serialized_start=881
+  _globals['_STATSRESPONSE_VALUESENTRY']._serialized_end=926
+  _globals['_STORE']._serialized_start=929
+  _globals['_STORE']._serialized_end=1308
 # @@protoc_insertion_point(module_scope)

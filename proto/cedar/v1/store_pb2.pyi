@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MatchRequest(_message.Message):
-    __slots__ = ("root_key", "page_keys")
+    __slots__ = ("root_key", "page_keys", "tenant")
     ROOT_KEY_FIELD_NUMBER: _ClassVar[int]
     PAGE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     root_key: bytes
     page_keys: bytes
-    def __init__(self, root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, root_key: _Optional[bytes] = ..., page_keys: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class WindowRecord(_message.Message):
     __slots__ = ("page_key", "tokens", "digest")
@@ -40,20 +42,20 @@ class GetPagesRequest(_message.Message):
     def __init__(self, page_keys: _Optional[bytes] = ...) -> None: ...
 
 class StoredMeta(_message.Message):
-    __slots__ = ("page_keys", "value_bytes", "first_page", "tenant", "idle_s", "purged_ms")
+    __slots__ = ("page_keys", "value_bytes", "first_page", "tenant", "idle_s", "purges")
     PAGE_KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
-    PURGED_MS_FIELD_NUMBER: _ClassVar[int]
+    PURGES_FIELD_NUMBER: _ClassVar[int]
     page_keys: bytes
     value_bytes: int
     first_page: int
     tenant: bytes
     idle_s: int
-    purged_ms: int
-    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ..., first_page: _Optional[int] = ..., tenant: _Optional[bytes] = ..., idle_s: _Optional[int] = ..., purged_ms: _Optional[int] = ...) -> None: ...
+    purges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, page_keys: _Optional[bytes] = ..., value_bytes: _Optional[int] = ..., first_page: _Optional[int] = ..., tenant: _Optional[bytes] = ..., idle_s: _Optional[int] = ..., purges: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PutPagesResponse(_message.Message):
     __slots__ = ("stored", "present", "conflicts", "refused")
@@ -68,7 +70,7 @@ class PutPagesResponse(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., present: _Optional[int] = ..., conflicts: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class WindowMeta(_message.Message):
-    __slots__ = ("page_key", "tokens", "digest", "total_bytes", "offset", "checksum", "tenant")
+    __slots__ = ("page_key", "tokens", "digest", "total_bytes", "offset", "checksum", "tenant", "purges")
     PAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +78,7 @@ class WindowMeta(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PURGES_FIELD_NUMBER: _ClassVar[int]
     page_key: bytes
     tokens: int
     digest: bytes
@@ -83,7 +86,8 @@ class WindowMeta(_message.Message):
     offset: int
     checksum: bytes
     tenant: bytes
-    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    purges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., purges: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PutWindowResponse(_message.Message):
     __slots__ = ("stored",)
@@ -92,14 +96,16 @@ class PutWindowResponse(_message.Message):
     def __init__(self, stored: _Optional[bool] = ...) -> None: ...
 
 class GetWindowRequest(_message.Message):
-    __slots__ = ("page_key", "tokens", "digest")
+    __slots__ = ("page_key", "tokens", "digest", "tenant")
     PAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     page_key: bytes
     tokens: int
     digest: bytes
-    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, page_key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -26,7 +26,7 @@ from cedar.v1 import common_pb2 as cedar_dot_v1_dot_common__pb2
 from cedar.v1 import store_pb2 as cedar_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x65\x64\x61r/v1/store_peer.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\x1a\x14\x63\x65\x64\x61r/v1/store.proto\"2\n\x0bHeldRequest\x12\x10\n\x08root_key\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x01(\x0c\"E\n\x0cHeldResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\'\n\x07windows\x18\x02 \x03(\x0b\x32\x16.cedar.v1.WindowRecord\"2\n\x10ListPagesRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\" \n\x0bListedPages\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\"1\n\x0cPurgeRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x11\n\tpurged_ms\x18\x02 \x01(\x04\">\n\rPurgeResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07windows\x18\x03 \x01(\x04\"0\n\x06Purges\x12&\n\x06purges\x18\x01 \x03(\x0b\x32\x16.cedar.v1.PurgeRequest2\xb8\x03\n\tStorePeer\x12:\n\tHeldPages\x12\x15.cedar.v1.HeldRequest\x1a\x16.cedar.v1.HeldResponse\x12=\n\nFetchPages\x12\x19.cedar.v1.GetPagesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12=\n\tCopyPages\x12\x12.cedar.v1.RawFrame\x1a\x1a.cedar.v1.PutPagesResponse(\x01\x12@\n\tListPages\x12\x1a.cedar.v1.ListPagesRequest\x1a\x15.cedar.v1.ListedPages0\x01\x12?\n\x0b\x46\x65tchWindow\x12\x1a.cedar.v1.GetWindowRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12\x38\n\x05Purge\x12\x16.cedar.v1.PurgeRequest\x1a\x17.cedar.v1.PurgeResponse\x12\x34\n\x0e\x45xchangePurges\x12\x10.cedar.v1.Purges\x1a\x10.cedar.v1.Purgesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x65\x64\x61r/v1/store_peer.proto\x12\x08\x63\x65\x64\x61r.v1\x1a\x15\x63\x65\x64\x61r/v1/common.proto\x1a\x14\x63\x65\x64\x61r/v1/store.proto\"2\n\x0bHeldRequest\x12\x10\n\x08root_key\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x01(\x0c\"E\n\x0cHeldResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\'\n\x07windows\x18\x02 \x03(\x0b\x32\x16.cedar.v1.WindowRecord\"2\n\x10ListPagesRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\" \n\x0bListedPages\x12\x11\n\tpage_keys\x18\x01 \x01(\x0c\"0\n\x0cPurgeRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x10\n\x08purge_id\x18\x02 \x01(\x04\">\n\rPurgeResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07windows\x18\x03 \x01(\x04\"0\n\x06Purges\x12&\n\x06purges\x18\x01 \x03(\x0b\x32\x16.cedar.v1.PurgeRequest2\xb8\x03\n\tStorePeer\x12:\n\tHeldPages\x12\x15.cedar.v1.HeldRequest\x1a\x16.cedar.v1.HeldResponse\x12=\n\nFetchPages\x12\x19.cedar.v1.GetPagesRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12=\n\tCopyPages\x12\x12.cedar.v1.RawFrame\x1a\x1a.cedar.v1.PutPagesResponse(\x01\x12@\n\tListPages\x12\x1a.cedar.v1.ListPagesRequest\x1a\x15.cedar.v1.ListedPages0\x01\x12?\n\x0b\x46\x65tchWindow\x12\x1a.cedar.v1.GetWindowRequest\x1a\x12.cedar.v1.RawFrame0\x01\x12\x38\n\x05Purge\x12\x16.cedar.v1.PurgeRequest\x1a\x17.cedar.v1.PurgeResponse\x12\x34\n\x0e\x45xchangePurges\x12\x10.cedar.v1.Purges\x1a\x10.cedar.v1.Purgesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,11 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTEDPAGES']._serialized_start=259
   _globals['_LISTEDPAGES']._serialized_end=291
   _globals['_PURGEREQUEST']._serialized_start=293
-  _globals['_PURGEREQUEST']._serialized_end=342
-  _globals['_PURGERESPONSE']._serialized_start=344
-  _globals['_PURGERESPONSE']._serialized_end=406
-  _globals['_PURGES']._serialized_start=408
-  _globals['_PURGES']._serialized_end=456
-  _globals['_STOREPEER']._serialized_start=459
-  _globals['_STOREPEER']._serialized_end=899
+  _globals['_PURGEREQUEST']._serialized_end=341
+  _globals['_PURGERESPONSE']._serialized_start=343
+  _globals['_PURGERESPONSE']._serialized_end=405
+  _globals['_PURGES']._serialized_start=407
+  _globals['_PURGES']._serialized_end=455
+  _globals['_STOREPEER']._serialized_start=458
+  _globals['_STOREPEER']._serialized_end=898
 # @@protoc_insertion_point(module_scope)

@@ -39,12 +39,12 @@ class ListedPages(_message.Message):
     def __init__(self, page_keys: _Optional[bytes] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
-    __slots__ = ("tenant", "purged_ms")
+    __slots__ = ("tenant", "purge_id")
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    PURGED_MS_FIELD_NUMBER: _ClassVar[int]
+    PURGE_ID_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
-    purged_ms: int
-    def __init__(self, tenant: _Optional[bytes] = ..., purged_ms: _Optional[int] = ...) -> None: ...
+    purge_id: int
+    def __init__(self, tenant: _Optional[bytes] = ..., purge_id: _Optional[int] = ...) -> None: ...
 
 class PurgeResponse(_message.Message):
     __slots__ = ("pages", "bytes", "windows")

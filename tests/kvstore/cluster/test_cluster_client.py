@@ -12,7 +12,7 @@ import pytest
 from cedar.kvstore.cluster_config import PeerConfig
 from cedar.kvstore.config import MIB, ClientConfig, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.connect import connect
-from cedar.kvstore.errors import InvalidRequest
+from cedar.kvstore.errors import InvalidRequest, NotInMemory
 from cedar.kvstore.members import MemberList
 from cedar.kvstore.node import StoreNode
 
@@ -22,13 +22,15 @@ DIGEST = b"d" * 32
 def slow_down(node: Any, delay_s: float) -> None:
     """Let a node's reads take longer."""
     tier = node.ssd
-    read_run = tier.read_run
+    read_into = tier.read_into
 
-    def slow(*arguments: Any, **named: Any) -> Any:
+    def slow(*arguments: Any, wait: bool = True, **named: Any) -> Any:
+        if not wait:
+            raise NotInMemory
         time.sleep(delay_s)
-        return read_run(*arguments, **named)
+        return read_into(*arguments, wait=wait, **named)
 
-    tier.read_run = slow
+    tier.read_into = slow
 
 
 async def test_a_chain_is_spread_and_found_in_one_round_trip_a_node(fleet: Any, chains: Any) -> None:
@@ -220,6 +222,26 @@ async def test_a_client_with_an_old_list_learns_the_new_one(fleet: Any, chains: 
             assert await client.put_window(key, 7, DIGEST, b"record")
             assert await fleet.client(old).get_window(key, 7, DIGEST) == b"record"
         assert client.feed.current.epoch == fleet.list.epoch
+
+
+async def test_an_upload_that_is_refused_for_its_old_list_goes_to_the_new_owner(
+    fleet: Any, chains: Any
+) -> None:
+    """The node ends the call while most of it is still to be written: gRPC may lose the status then."""
+    await fleet.add("a")
+    old = fleet.list
+    await fleet.add("b")
+    size = 200_000
+    runs = (chains.keys(32, salt=salt)[16:] for salt in range(50))
+    keys = next(run for run in runs if fleet.owner(run[0]) is fleet.nodes["b"])
+    for _ in range(10):
+        client = fleet.client(old)
+        values = [chains.value(key, size) for key in keys]
+        counts = await client.put_pages(keys, values, first_page=16, tenant=b"t")
+        assert counts.refused == 0, counts
+        assert client.feed.current == fleet.list
+        assert all(fleet.nodes["b"].ssd.held(keys))
+        assert not any(fleet.nodes["a"].ssd.held(keys))
 
 
 async def test_a_node_behind_the_client_serves_all_the_same(fleet: Any, chains: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.members import Member, MemberList, from_json, from_proto, to_json, to_proto
-from cedar.kvstore.membership import Membership, MembershipConfig
+from cedar.kvstore.membership import EPOCH_STEP, Membership, MembershipConfig
 
 CONFIG = MembershipConfig(lease_s=10, flap_joins=3, flap_window_s=600, hold_s=300)
 
@@ -52,6 +52,53 @@ def test_most_leases_at_once_are_a_fault_on_this_side() -> None:
         membership.renew("a", 1, 0, now_s)
     assert membership.expire(12) == []
     assert listed(membership) == ["a", "b", "c"]
+
+
+def test_most_nodes_are_dropped_once_they_stay_silent_while_another_is_heard() -> None:
+    membership = holder("a", "b", "c")
+    for now_s in range(4, 32, 4):
+        assert membership.expire(now_s) == []
+        membership.renew("a", 1, 0, now_s)
+    assert membership.expire(32) == ["b", "c"]
+    silent = holder("a", "b")
+    for now_s in range(4, 100, 4):
+        assert silent.expire(now_s) == [], "nobody is heard: the fault is on this side"
+
+
+def test_a_holder_that_forgot_numbers_its_lists_apart() -> None:
+    lists = []
+    for own_number in (7, 9):
+        membership = Membership(CONFIG, now_s=0, first_epoch=100, own_number=own_number)
+        membership.join("a", f"a:{own_number}", 1, 1.0, 0)
+        lists.append(membership.list)
+    old, new = lists
+    assert (old.epoch // EPOCH_STEP, new.epoch // EPOCH_STEP) == (100, 100)
+    assert new.epoch > old.epoch, "whoever has the one takes the other"
+    holder_of_old = Membership(CONFIG, old, now_s=0, own_number=7)
+    assert not holder_of_old.renew("a", 1, 0, 1, epoch=new.epoch), "a node with a newer list must join"
+    assert holder_of_old.join("a", "a:9", 1, 1.0, 1, new) is None
+    assert holder_of_old.list == new
+    assert holder_of_old.join("b", "b:1", 1, 1.0, 1) is None
+    assert holder_of_old.list.epoch > new.epoch
+
+
+def test_a_node_that_drains_may_join_as_what_it_is() -> None:
+    membership = holder("a")
+    assert membership.join("b", "b:1", 1, 1.0, 0, draining=True) is None
+    member = membership.list.find("b")
+    assert member is not None
+    assert member.state == "draining"
+    assert membership.unsettled() == 1
+    membership.renew("a", 1, membership.list.epoch, 1)
+    assert membership.released("b")
+
+
+def test_the_list_says_on_how_many_nodes_hot_pages_live() -> None:
+    membership = Membership(MembershipConfig(copies=3), now_s=0)
+    membership.join("a", "a:1", 1, 1.0, 0)
+    assert membership.list.copies == 3
+    assert from_json(to_json(membership.list)) == membership.list
+    assert from_proto(to_proto(membership.list)) == membership.list
 
 
 def test_a_holder_that_was_stopped_does_not_blame_the_nodes() -> None:
@@ -116,7 +163,7 @@ def test_draining_until_the_others_have_settled() -> None:
     assert membership.released("b")
     membership.leave("b", 1, drain=False)
     assert listed(membership) == ["a", "c"]
-    assert membership.released("b")
+    assert not membership.released("b"), "nobody takes over from a node that is not listed"
 
 
 def test_a_holder_that_forgot_learns_from_the_nodes() -> None:

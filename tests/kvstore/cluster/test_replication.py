@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from cedar.kvstore.keys import chain_keys
@@ -155,7 +156,7 @@ async def test_a_damaged_value_is_read_from_the_copy(fleet: Any, chains: Any, ev
     await on_two(fleet, keys, eventually)
     owner = fleet.owner(keys[0])
     entry = owner.ssd._index.get(keys[7])
-    with (entry.segment.path / "data.mdb").open("r+b") as file:
+    with (entry.segment.path / "values.dat").open("r+b") as file:
         file.seek(entry.offset + 500)
         file.write(b"\xff\x00\xff")
     assert owner.ssd.get(keys[7]) is None, "found bad, quarantined"
@@ -179,7 +180,7 @@ async def test_damage_after_a_restart_is_still_repaired(fleet: Any, chains: Any,
     owner = fleet.owner(keys[0])
     name = owner.part.node_id
     entry = owner.ssd._index.get(keys[3])
-    with (entry.segment.path / "data.mdb").open("r+b") as file:
+    with (entry.segment.path / "values.dat").open("r+b") as file:
         file.seek(entry.offset + 500)
         file.write(b"\xff\x00\xff")
     assert owner.ssd.get(keys[3]) is None
@@ -193,3 +194,20 @@ async def test_damage_after_a_restart_is_still_repaired(fleet: Any, chains: Any,
     )
     await fleet.settle()
     assert await fleet.read(client, keys) == 16
+
+
+async def test_the_list_says_how_many_copies(fleet: Any, chains: Any, eventually: Any) -> None:
+    """Nodes and clients that were configured otherwise go by it."""
+    for name in "abc":
+        await fleet.add(name, copies=1)
+    fleet.publish(replace(fleet.list, epoch=fleet.list.epoch + 1, copies=3))
+    client = fleet.client(copies=1)
+    keys = chains.keys(32)[16:]
+    await fleet.put(client, keys)
+    for _ in range(3):
+        assert await fleet.read(client, keys) == 16
+    await eventually(lambda: sum(fleet.held_by(keys).values()) == 48)
+    holders = fleet.list.holders(keys[0][:4])
+    for member in holders[:2]:
+        await fleet.nodes[member.node_id].stop(0.1)
+    assert await fleet.read(client, keys) == 16, "from the third"
