@@ -1,6 +1,6 @@
 # Two commands do everything; each makes its own .venv and keeps it up to date:
 #
-#   make demo    a local cluster answers a prompt with an image, twice, and shuts down
+#   make demo    a local cluster answers three questions and shuts down
 #   make test    every test
 #
 # Variables: PYTHON=python3.12 (3.11 or later), TORCH=cpu|cuda (default: cuda where a GPU is found),
@@ -18,7 +18,7 @@ BOOTSTRAP := $(PYTHON) -I ops/bootstrap.py --venv $(VENV) --torch $(TORCH)
 .PHONY: help demo test python install install-test lint types stubs docs fresh check lock clean
 
 help:
-	@echo "make demo    a local cluster answers a prompt with an image, twice, and shuts down"
+	@echo "make demo    a local cluster answers three questions and shuts down"
 	@echo "make test    every test; ARGS=\"tests/kvstore -x\" is passed on to pytest"
 	@echo "make check   lint, types, stub staleness and tests, as CI runs them"
 	@echo "also: lint, types, stubs and docs (regenerate), lock (pin what is installed), clean"

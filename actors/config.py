@@ -46,6 +46,8 @@ class PagedConfig(WorkerConfig):
     ``store_wait_s`` bounds how long a request's last event waits for the store to acknowledge its puts;
     tokens never wait for it. ``share_replayed_pages``: pages computed after a bounded replay, whose bytes
     depend slightly on where the hit was, may serve other requests; off, they stay with their own request.
+    ``drafting``: Decode verifies what the checkpoint's draft module proposes, for which Prefill keeps its
+    rings; streams are the same either way.
     """
 
     page_tokens: int | None = Field(default=None, ge=1)
@@ -57,6 +59,7 @@ class PagedConfig(WorkerConfig):
     put_queue_bytes: int = Field(default=64 << 20, ge=0)
     store_wait_s: float = Field(default=1.0, ge=0)
     share_replayed_pages: bool = True
+    drafting: bool = False
 
 
 class PrefillConfig(PagedConfig):
@@ -82,6 +85,8 @@ class DecodeConfig(PagedConfig):
 
     ``request_lease_s``: a request that nobody streams is cancelled after so long. ``finished_ttl_s`` and
     ``finished_max`` bound how long and how many ended token logs stay for a stream that broke at the end.
+    With ``drafting``, a proposal is verified while the likelihood that it and those before it are accepted is
+    at least ``draft_confidence``.
     """
 
     pages: int = Field(default=512, ge=1)
@@ -90,3 +95,4 @@ class DecodeConfig(PagedConfig):
     finished_ttl_s: float = Field(default=60.0, ge=0)
     finished_max: int = Field(default=1024, ge=0)
     handoff_idle_s: float = Field(default=30.0, gt=0)
+    draft_confidence: float = Field(default=0.3, ge=0, le=1)

@@ -1,5 +1,9 @@
 """Continuous batching: one forward a step for every running sequence, on the engine's own thread.
 
+With drafting a step verifies proposals beside each sequence's last token. Every row is sampled as it would be
+without them, with the draw of its own position, and a proposal stays while it is what was sampled: streams
+are the same to the bit, greedy or not, log-probabilities included.
+
 The thread owns the running sequences; the loop's thread owns pages, slots and logs. They talk through calls
 (add, cancel, restore, shut) that run between steps, and events, one list a step, in order.
 """
@@ -14,7 +18,7 @@ from cedar.actors.engine_thread import EngineThread
 from cedar.actors.errors import Unavailable
 from cedar.actors.network_memory import NetworkMemory
 from cedar.actors.sampling import stage_token
-from cedar.actors.scheduler import finish_reason
+from cedar.actors.scheduler import draft_room, finish_reason
 from cedar.v1.common_pb2 import FinishReason, TokenEvent
 
 if TYPE_CHECKING:
@@ -77,8 +81,14 @@ class DecodeEngine:
         memory: NetworkMemory,
         thread: EngineThread,
         sink: Callable[[Sequence[Event]], None],
+        *,
+        drafting: bool = False,
+        draft_confidence: float = 0.0,
     ) -> None:
+        """``drafting`` needs a network with its draft module; ``draft_confidence`` see DecodeConfig."""
         self._memory = memory
+        self._drafting = drafting
+        self._draft_confidence = draft_confidence
         self._thread = thread
         self._sink = sink
         self._running: dict[str, Generation] = {}
@@ -86,6 +96,8 @@ class DecodeEngine:
         self.steps = 0
         self.tokens = 0
         self.largest_batch = 0
+        self.draft_proposed = 0
+        self.draft_accepted = 0
 
     async def add(self, generation: Generation) -> None:
         """Start decoding a sequence whose state is in place."""
@@ -119,18 +131,19 @@ class DecodeEngine:
         batch = list(self._running.values())
         if not batch:
             return False
-        network = self._memory.network
-        logits = network.decode(self._memory.kv, [generation.state for generation in batch])
+        before = [generation.state.length for generation in batch]
+        told = self._run(batch)
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(batch))
         events: list[Event] = []
         try:
-            for generation, sampled in zip(batch, self._sample(batch, logits), strict=True):
-                events += self._sealed(generation)
-                if sampled is None:
-                    events.append(self._fail(generation, "the network gave logits that are not finite"))
-                else:
-                    events += self._advance(generation, sampled)
+            for generation, begin, tokens in zip(batch, before, told, strict=True):
+                for length, sampled in enumerate(tokens, begin + 1):
+                    events += self._sealed(generation, length)
+                    if sampled is None:
+                        events.append(self._fail(generation, "the network gave logits that are not finite"))
+                    else:
+                        events += self._advance(generation, sampled)
         finally:
             self._sink(events)  # what has happened is told, also when a bug ends the step
         return bool(self._running)
@@ -148,19 +161,78 @@ class DecodeEngine:
         self._closed = True
         self._running.clear()
 
-    def _sample(self, batch: Sequence[Generation], logits: object) -> list[SampledToken | None]:
+    def _run(self, batch: Sequence[Generation]) -> list[list[SampledToken | None]]:
+        """One forward: the next tokens of each sequence, at least one; None where logits are not finite."""
+        from cedar.model.verification import rows_kept
+
+        network, kv = self._memory.network, self._memory.kv
+        states = [generation.state for generation in batch]
+        proposed = self._propose(batch)
+        if not any(proposed):
+            return [
+                [sampled] for sampled in self._sample(batch, [1] * len(batch), network.decode(kv, states))
+            ]
+        verification = network.verify(kv, states, proposed)
+        sampled = self._sample(batch, [len(rows) for rows in verification.rows], verification.logits)
+        told = []
+        for generation, tokens, rows in zip(batch, proposed, verification.rows, strict=True):
+            whole = self._until_end(generation, sampled[rows.start : rows.stop])
+            told.append(whole[: rows_kept(tokens, [-1 if s is None else s.id for s in whole])])
+        verification.commit([len(tokens) for tokens in told])
+        self.draft_proposed += sum(map(len, proposed))
+        self.draft_accepted += sum(len(tokens) - 1 for tokens in told)
+        return told
+
+    def _propose(self, batch: Sequence[Generation]) -> list[list[int]]:
+        """Tokens to verify beside each sequence's last one; none where nothing more could come of it."""
+        proposed: list[list[int]] = [[] for _ in batch]
+        if not self._drafting:
+            return proposed
+        rooms = [
+            draft_room(
+                index=generation.index,
+                length=generation.state.length,
+                max_tokens=generation.max_tokens,
+                context=self._memory.model.context,
+            )
+            for generation in batch
+        ]
+        wanted = [row for row, room in enumerate(rooms) if room > 0]
+        if wanted:
+            proposals = self._memory.network.propose(self._memory.kv, [batch[row].state for row in wanted])
+            chosen = proposals.chosen([rooms[row] for row in wanted], self._draft_confidence)
+            for row, tokens in zip(wanted, chosen, strict=True):
+                proposed[row] = tokens
+        return proposed
+
+    def _until_end(
+        self, generation: Generation, sampled: Sequence[SampledToken | None]
+    ) -> list[SampledToken | None]:
+        """Up to the first token that ends the stream, or that could not be sampled."""
+        position = len(generation.state.ids)
+        for row, token in enumerate(sampled):
+            if token is None or self._reason(generation, token, generation.index + 1 + row, position + row):
+                return list(sampled[: row + 1])
+        return list(sampled)
+
+    def _sample(
+        self, batch: Sequence[Generation], rows: Sequence[int], logits: object
+    ) -> list[SampledToken | None]:
+        """A token for each row of logits, ``rows`` of them for each sequence, at consecutive positions."""
         import torch
         from cedar.model.prompt_errors import LogitsError
         from cedar.model.sampling import sample_batch
 
         assert isinstance(logits, torch.Tensor)
-        params = [generation.sampling for generation in batch]
-        positions = [len(generation.state.ids) for generation in batch]
+        params = [g.sampling for g, count in zip(batch, rows, strict=True) for _ in range(count)]
+        positions = [
+            len(g.state.ids) + row for g, count in zip(batch, rows, strict=True) for row in range(count)
+        ]
         try:
             return list(sample_batch(logits, params, positions))
         except LogitsError as error:
-            good = [row for row in range(len(batch)) if row not in error.rows]
-            result: list[SampledToken | None] = [None] * len(batch)
+            good = [row for row in range(len(params)) if row not in error.rows]
+            result: list[SampledToken | None] = [None] * len(params)
             if good:
                 some = sample_batch(logits[good], [params[r] for r in good], [positions[r] for r in good])
                 for row, sampled in zip(good, some, strict=True):
@@ -174,25 +246,32 @@ class DecodeEngine:
         generation.index += 1
         self.tokens += 1
         events: list[Event] = [TokenOut(generation.request_id, stage_token(generation.index, sampled))]
-        reason = finish_reason(
+        reason = self._reason(generation, sampled, generation.index, position)
+        if reason is not None:
+            events.append(self._end(generation, reason, ""))
+        return events
+
+    def _reason(
+        self, generation: Generation, sampled: SampledToken, index: int, position: int
+    ) -> FinishReason | None:
+        """Whether the stream ends with this token, number ``index``, at ``position``."""
+        return finish_reason(
             sampled.id,
-            index=generation.index,
+            index=index,
             position=position,
             max_tokens=generation.max_tokens,
             stop_ids=generation.sampling.stop_ids,
             ignore_eos=generation.sampling.ignore_eos,
             model=self._memory.model,
         )
-        if reason is not None:
-            events.append(self._end(generation, reason, ""))
-        return events
 
-    def _sealed(self, generation: Generation) -> list[PageSealed]:
+    def _sealed(self, generation: Generation, length: int) -> list[PageSealed]:
+        """The page that is complete at ``length`` tokens, if one is."""
         state, page_tokens = generation.state, self._memory.model.page_tokens
-        if state.length % page_tokens:
+        if length % page_tokens:
             return []
-        page = state.length // page_tokens - 1
-        ids = tuple(state.ids[page * page_tokens : state.length])
+        page = length // page_tokens - 1
+        ids = tuple(state.ids[page * page_tokens : length])
         return [PageSealed(generation.request_id, page, ids, self._memory.pages.read(state.pages[page]))]
 
     def _end(self, generation: Generation, reason: FinishReason, detail: str) -> Ended:

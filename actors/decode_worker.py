@@ -191,6 +191,9 @@ class DecodeWorker(StageWorker):
         self.store.describe(status)
         status.counters["steps"] = self.engine.steps
         status.counters["largest_batch"] = self.engine.largest_batch
+        if self.config.drafting:
+            status.counters["draft_proposed"] = self.engine.draft_proposed
+            status.counters["draft_accepted"] = self.engine.draft_accepted
         status.counters["page_evictions"] = self.pages.evictions
 
     def _check_books(self) -> None:
@@ -211,13 +214,20 @@ class DecodeWorker(StageWorker):
                 page_tokens=config.page_tokens,
                 pages=config.pages,
                 slots=config.slots,
+                drafting=config.drafting,
                 network=self._given_network,
             )
         )
         self.pages = PagePool(config.pages)
         self.slots = SlotPool(config.slots)
         self.events = EngineEvents(self)
-        self.engine = DecodeEngine(self.memory, thread, self._sink)
+        self.engine = DecodeEngine(
+            self.memory,
+            thread,
+            self._sink,
+            drafting=config.drafting,
+            draft_confidence=config.draft_confidence,
+        )
         self.store = StoreLink(config, self.memory, self.counters)
         self.store.connect(config.store)
         self.background(self._reap())

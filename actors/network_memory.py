@@ -46,16 +46,18 @@ class NetworkMemory:
         page_tokens: int | None,
         pages: int,
         slots: int,
+        drafting: bool = False,
         network: Network | None = None,
     ) -> NetworkMemory:
         """Load the stage's part of a checkpoint (or take a loaded ``network``) and allocate its memory."""
         from cedar.model import load_network
-        from cedar.model.state import KVMemory
 
         if network is None:
-            network = load_network(checkpoint, device=device, stage=stage, page_tokens=page_tokens)
+            network = load_network(
+                checkpoint, device=device, stage=stage, page_tokens=page_tokens, drafting=drafting
+            )
         config = network.config
-        kv = KVMemory.allocate(config, network.layout, pages=pages, slots=slots, device=device)
+        kv = network.allocate(pages=pages, slots=slots)
         model = Model(
             page_tokens=network.layout.page_tokens,
             window=config.window,
@@ -68,9 +70,13 @@ class NetworkMemory:
     @property
     def state_limit_bytes(self) -> int:
         """More than any window record of this network takes."""
-        slots = self.kv.rings.shape[0]
-        per_slot = self.kv.rings.nbytes // slots + self.kv.tails.nbytes // slots
-        return int(per_slot) + self.pages.page_bytes + (64 << 10)
+        slots, layers = self.kv.rings.shape[:2]
+        draft = self.network.config.draft
+        rings = self.kv.rings.nbytes // slots
+        drafts = (
+            rings // layers * (0 if draft is None else draft.stages)
+        )  # a peer may draft, though this does not
+        return int(rings + drafts + self.kv.tails.nbytes // slots) + self.pages.page_bytes + (64 << 10)
 
     def record_header(self, record: bytes) -> WindowState | None:
         """What a record says of itself; None when it is no record of this network. Any thread."""

@@ -234,7 +234,7 @@ class PrefillRun:
 
     async def _read_window(self) -> WindowState | None:
         """The window record on offer, if it is what its name says."""
-        data = await self._parts.store.window(self._request.window)
+        data = await self._parts.store.window(self._request.window, self._request.tenant)
         if data is None:
             return None
         state = self._parts.engine.memory.record_header(data)

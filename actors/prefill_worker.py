@@ -69,6 +69,7 @@ class PrefillWorker(StageWorker):
                 page_tokens=config.page_tokens,
                 pages=config.pages,
                 slots=config.slots,
+                drafting=config.drafting,
                 network=self._given_network,
             )
         )

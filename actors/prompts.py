@@ -127,16 +127,22 @@ class PromptTools:
         return self._format.encode_chat(messages, ChatOptions(thinking=conversation.thinking))
 
 
-def check_network(config: Mapping[str, object], page_tokens: int | None = None) -> None:
-    """Whether a checkpoint's ``config.json`` describes a network, and a page of so many tokens fits it.
+def check_network(
+    config: Mapping[str, object], page_tokens: int | None = None, *, drafting: bool = False
+) -> None:
+    """Whether a checkpoint's ``config.json`` describes a network that a page of so many tokens fits, and that
+    can draft, if asked.
 
     Raises this package's ``ConfigError``: the field (``page_tokens``, or one of the file), value and limit.
     """
     from cedar.model.config import parse_config
-    from cedar.model.schedule import page_layout
+    from cedar.model.schedule import check_drafting, page_layout
 
     try:
-        page_layout(parse_config(config), page_tokens)
+        parsed = parse_config(config)
+        page_layout(parsed, page_tokens)
+        if drafting:
+            check_drafting(parsed)
     except ModelError as error:
         raise ConfigError(error.field, error.value, f"must be {error.allowed}") from None
 

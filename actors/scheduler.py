@@ -195,6 +195,15 @@ def finish_reason(
     return None
 
 
+def draft_room(*, index: int, length: int, max_tokens: int, context: int) -> int:
+    """How many proposals may follow the last token, number ``index`` of the output, at position ``length``.
+
+    Each row that is verified gives one token, so one row more than there are proposals must be wanted, by
+    ``max_tokens`` and by the context.
+    """
+    return max(0, min(max_tokens - index - 2, context - length - 2))
+
+
 def _useless(model: Model, pages: int) -> bool:
     """Hits of at most W tokens: everything would be run again, so the prompt counts as cold."""
     return pages * model.page_tokens <= model.window

@@ -132,6 +132,11 @@ class DecodeSettings(StageSettings):
     """Seconds a request that nobody streams is kept for its stream to come back."""
     finished_ttl_s: Seconds = 60.0
     """Seconds that the tokens of a finished request can still be streamed."""
+    drafting: bool = False
+    """Verify several tokens a step, proposed by the checkpoint's draft module. Streams are the same to the
+    bit, only faster or, in large batches of hard text, slower. Prefill then keeps the module's rings."""
+    draft_confidence: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """With drafting, a proposal is verified while it and those before it are this likely to be accepted."""
     put_queue_bytes: Bytes = 64 * MIB
     """Memory for sealed pages on their way to the store; what does not fit is not stored."""
 
@@ -164,7 +169,7 @@ class StoreSettings(Settings):
     nodes: Annotated[int, Field(ge=0)] = 1
     """Store nodes; pages are spread over them. 0 runs without a store: every prompt is cold."""
     directory: str | None = None
-    """Folder of the LMDB environment, one subfolder per node. Unset: inside the cluster's temporary
+    """Folder of the pages on disk, one subfolder per node. Unset: inside the cluster's temporary
     folder."""
     host: str = "127.0.0.1"
     """Interface that store nodes listen on; "node" means the node's own address."""

@@ -198,7 +198,8 @@ class GenerationService:
 
     def _look_up(self, job: Job) -> Any:
         async def look_up(keys: Any) -> Any:
-            return await self._store.hit(Query(job.root, keys, job.ids, job.images, job.page_tokens))
+            query = Query(job.tenant, job.root, keys, job.ids, job.images, job.page_tokens)
+            return await self._store.hit(query)
 
         return look_up
 

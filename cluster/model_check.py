@@ -10,6 +10,8 @@ from cedar.cluster.config import ClusterConfig
 from cedar.cluster.config_load import load_model_preset, presets, suggestion
 from cedar.cluster.errors import ConfigError
 
+_DRAFT_FIELDS = ("text_config.num_nextn_predict_layers", "text_config.dspark_target_layer_ids")
+
 
 def check_model(config: ClusterConfig) -> str | None:
     """Judge ``config.model``: the preset exists, the page size fits the network, and a checkpoint that can
@@ -74,10 +76,12 @@ def _check_network(found: Mapping[str, object], config: ClusterConfig, origin: s
     from cedar.actors.prompts import check_network
 
     try:
-        check_network(found, config.model.page_tokens)
+        check_network(found, config.model.page_tokens, drafting=config.decode.drafting)
     except ModelFault as fault:
         if fault.field == "page_tokens":
             raise ConfigError(f"model.page_tokens: {fault.value} ({fault.limit}; {origin})") from None
+        if fault.field in _DRAFT_FIELDS:
+            raise ConfigError(f"decode.drafting: true, but {origin}: {fault}") from None
         raise ConfigError(f"model.path: {origin}: {fault}") from None
 
 

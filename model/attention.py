@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cedar.kernels.fp8 import pack_window_rows
 from cedar.kernels.grouped_output import grouped_output
-from cedar.kernels.norm import rms_norm
-from cedar.kernels.rope import apply_rope
+from cedar.kernels.latents import norm_latents
 from cedar.kernels.sparse_attention import sparse_attention
-from cedar.model.dense import Dense
+from cedar.model.dense import Dense, Rows
 from cedar.model.sources import Compressor, Indexer, Selection, SourcePages
 from cedar.model.step import Step
 
@@ -39,30 +37,37 @@ class Attention:
     compressor: Compressor | None
     indexer: Indexer | None
 
-    def __call__(self, x: torch.Tensor, step: Step, selection: Selection, *, produce: bool) -> torch.Tensor:
-        """bf16 [N, d] of normed rows x bf16 [N, d]; `produce` False when the entries exist already."""
-        latents = self.latents(x)
-        q_lora = self.q_norm.shape[0]
-        q_latent = rms_norm(latents[:, :q_lora], self.q_norm, self.eps)
-        q = apply_rope(self.wq_b(q_latent).view(step.rows, self.heads, -1), step.positions, self.freqs)
-        key = apply_rope(rms_norm(latents[:, q_lora:], self.kv_norm, self.eps), step.positions, self.freqs)
+    def __call__(self, x: Rows, step: Step, selection: Selection, *, produce: bool) -> torch.Tensor:
+        """bf16 [N, d] of normed rows x [N, d]; `produce` False when the entries exist already."""
+        window = step.open_window(self.layer)
+        query = Rows(
+            *norm_latents(
+                self.latents(x),
+                self.q_norm,
+                self.kv_norm,
+                step.rope(self.freqs),
+                self.eps,
+                window.buffer,
+                window.places,
+                staging=window.staging,
+            )
+        )
+        q = self.wq_b(query).view(step.rows, self.heads, -1)
         if self.compressor is not None and produce:
-            self.compressor.produce(x, step)
+            self.compressor.produce(x.plain, step)
         if self.indexer is not None:
-            self.indexer.select(x, q_latent, step, selection)
-        rows = pack_window_rows(key)
-        window = step.write_window(self.layer, rows)
-        o = self._attend(q, step, selection, window)
-        step.close_window(self.layer, rows)
-        o = apply_rope(o, step.positions, self.freqs, inverse=True)
+            self.indexer.select(x.plain, query, step, selection)
+        o = self._attend(q, step, selection, window.buffer)
+        step.close_window(self.layer, window.buffer)
         return self.wo_b(grouped_output(o.view(step.rows, self.groups, -1), self.wo_a))
 
     def _attend(
         self, q: torch.Tensor, step: Step, selection: Selection, window: torch.Tensor
     ) -> torch.Tensor:
-        window_rows = step.window_rows(self.in_decoder)
+        """o bf16 [N, H, D] after its inverse RoPE, of q before its RoPE."""
+        rows, rope = step.window_rows(self.in_decoder), step.rope(self.freqs)
         if self.pages is None:
-            return sparse_attention(q, None, None, None, None, None, None, window, window_rows, self.sink)
+            return sparse_attention(q, None, None, None, None, None, None, window, rows, self.sink, rope)
         planes = self.pages.planes
         return sparse_attention(
             q,
@@ -73,6 +78,7 @@ class Attention:
             step.seq,
             selection.entries,
             window,
-            window_rows,
+            rows,
             self.sink,
+            rope,
         )

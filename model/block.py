@@ -10,32 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from cedar.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix
-from cedar.kernels.norm import rms_norm
 from cedar.model.attention import Attention
-from cedar.model.engram import EngramLayer
+from cedar.model.engram import EngramLayer, LookedUp
 from cedar.model.moe import MixtureOfExperts
+from cedar.model.residual import Residual, StreamMix
 from cedar.model.schedule import LayerPlan
 from cedar.model.sources import Selection
 from cedar.model.step import Step
 
 Observe = Callable[[str, torch.Tensor], None]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class StreamMix:
-    """The mHC projection of one sublayer."""
-
-    fn: torch.Tensor  # fp32 (or float64) [(2 + hc)·hc, hc·d]
-    scale: torch.Tensor  # fp32 [3]
-    base: torch.Tensor  # fp32 [(2 + hc)·hc]
-    eps: float
-    hc_eps: float
-    iters: int
-
-    def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """pre fp32 [N, hc], post fp32 [N, hc], comb fp32 [N, hc, hc]."""
-        return mhc_mix(streams, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -58,46 +41,63 @@ class Layer:
         pre: torch.Tensor,
         step: Step,
         selection: Selection,
-        hash_rows: torch.Tensor | None,
+        engram: LookedUp | None,
         *,
         produce: bool = True,
         observe: Observe | None = None,
+        taps: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's streams and the pre it hands on. `hash_rows` int64 [N, columns] where the layer has
-        Engram.
+        """The layer's streams and the pre it hands on: `advance`, settled."""
+        residual = Residual(streams, pre)
+        self.advance(residual, step, selection, engram, produce=produce, observe=observe, taps=taps)
+        return residual.settled(), residual.pre
 
-        `produce` False: this source's entries were written by `produce_entries` before.
+    def advance(
+        self,
+        residual: Residual,
+        step: Step,
+        selection: Selection,
+        engram: LookedUp | None,
+        *,
+        produce: bool = True,
+        observe: Observe | None = None,
+        taps: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Run both sublayers. `engram` is what was looked up for the rows, where the layer has Engram.
+
+        `produce` False: this source's entries were written by `produce_entries` before. `taps` receives the
+        mean stream bf16 [N, d] that enters a draft target.
         """
-        streams = self._engram(streams, step, hash_rows)
-        pre_attn, post, comb = self.attn_mix(streams)
-        x = rms_norm(mhc_collapse(streams, pre), self.attn_norm, self.eps)
+        self._look_up(residual, step, engram)
+        if taps is not None and self.plan.draft_target:
+            streams = residual.settled()
+            taps.append(streams.float().mean(1).to(streams.dtype))
+        x = residual.enter(self.attn_mix, self.attn_norm, self.eps)
         attn_out = self.attention(x, step, selection, produce=produce)
-        streams = mhc_expand(streams, attn_out, post, comb)
-        pre_ffn, post, comb = self.ffn_mix(streams)
-        x = rms_norm(mhc_collapse(streams, pre_attn), self.ffn_norm, self.eps)
+        residual.leave(attn_out)
+        x = residual.enter(self.ffn_mix, self.ffn_norm, self.eps)
         ffn_out = self.moe(x, step.image_mask)
-        streams = mhc_expand(streams, ffn_out, post, comb)
+        residual.leave(ffn_out)
         if observe is not None:
-            self._report(observe, streams, pre_ffn, attn_out, ffn_out, selection)
-        return streams, pre_ffn
+            self._report(observe, residual.settled(), residual.pre, attn_out, ffn_out, selection)
 
     def produce_entries(
-        self, streams: torch.Tensor, pre: torch.Tensor, step: Step, hash_rows: torch.Tensor | None
+        self, streams: torch.Tensor, pre: torch.Tensor, step: Step, engram: LookedUp | None
     ) -> None:
         """Only the producing part of a key/value source: collapse, norm, compressor, index key (spec §9)."""
         if self.attention.compressor is None:
             raise RuntimeError(f"layer {self.plan.layer} produces no entries")
-        streams = self._engram(streams, step, hash_rows)
-        self.attention.compressor.produce(
-            rms_norm(mhc_collapse(streams, pre), self.attn_norm, self.eps), step
-        )
+        residual = Residual(streams, pre)
+        self._look_up(residual, step, engram)
+        self.attention.compressor.produce(residual.collapsed(self.attn_norm, self.eps), step)
 
-    def _engram(self, streams: torch.Tensor, step: Step, hash_rows: torch.Tensor | None) -> torch.Tensor:
-        if self.engram is None:
-            return streams
-        if hash_rows is None:
+    def _look_up(self, residual: Residual, step: Step, engram: LookedUp | None) -> None:
+        layer = self.engram
+        if layer is None:
+            return
+        if engram is None:
             raise RuntimeError(f"layer {self.plan.layer} needs its Engram rows")
-        return self.engram(streams, hash_rows, step.is_image)
+        residual.replace(lambda streams: layer(streams, engram, step.is_image))
 
     def _report(
         self,

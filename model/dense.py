@@ -8,12 +8,14 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
-from cedar.kernels.experts import expand_experts, grouped_experts
+from cedar.kernels.experts import expand_experts
+from cedar.kernels.feed_forward import RoutedWeights
 from cedar.kernels.fp8 import expand_fp8_blocks
 from cedar.kernels.linear import linear_dense, linear_fp8
+from cedar.kernels.prepared import Prepared
 
 DEFAULT_EXPANDED_BYTES: Final = 1 << 30
 _WIDE_BYTES: Final = 8
@@ -33,6 +35,13 @@ class ExpansionBudget:
         return fits
 
 
+class Rows(NamedTuple):
+    """Rows bf16 [N, C] as a producer hands them on: plain, and quantised in some orders of channels."""
+
+    plain: torch.Tensor
+    prepared: tuple[Prepared, ...] = ()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense:
     """An FP8 matrix [O, I] with 32x32 block scales; its input is quantised on the way in."""
@@ -47,9 +56,10 @@ class Dense:
         expanded = expand_fp8_blocks(weight, scale, torch.float64) if budget.take(weight.numel()) else None
         return cls(weight, scale, expanded)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Rows) -> torch.Tensor:
         """bf16 [..., I] to bf16 [..., O]."""
-        return linear_fp8(x, self.weight, self.scale, expanded=self.expanded)
+        plain = x.plain if isinstance(x, Rows) else x
+        return linear_fp8(plain, self.weight, self.scale, expanded=self.expanded)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,14 +80,9 @@ class Plain:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Experts:
-    """Routed experts, stacked MXFP4: payload and scale of w1, w3 [E, I, d] and w2 [E, d, I]."""
+    """Routed experts, stacked MXFP4."""
 
-    w1: torch.Tensor
-    w1_scale: torch.Tensor
-    w3: torch.Tensor
-    w3_scale: torch.Tensor
-    w2: torch.Tensor
-    w2_scale: torch.Tensor
+    weights: RoutedWeights
     expanded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -92,13 +97,4 @@ class Experts:
         expanded = None
         if budget.take(2 * (w1[0].numel() + w3[0].numel() + w2[0].numel())):
             expanded = (expand_experts(*w1), expand_experts(*w3), expand_experts(*w2))
-        return cls(*w1, *w3, *w2, expanded=expanded)
-
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, limit: float
-    ) -> torch.Tensor:
-        """fp32 [N, d]: the weighted sum of each token's experts."""
-        return grouped_experts(
-            x, ids, weights, self.w1, self.w1_scale, self.w3, self.w3_scale, self.w2, self.w2_scale, limit,
-            expanded=self.expanded,
-        )  # fmt: skip
+        return cls(RoutedWeights(*w1, *w3, *w2), expanded)

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from cedar.kernels.engram_gate import engram_gate
 from cedar.kernels.fp8 import dequantize_fp8
@@ -38,9 +41,9 @@ class EngramHasher:
             num_embeddings=config.num_embeddings,
         )
         self.ngram = config.max_ngram_size
-        self._compressed = compressed_ids
-        self._pad = compressed_ids[config.pad_token_id]
-        self._plans = {plan.layer: _PlanTensors.of(plan) for plan in plans}
+        self._compressed = compressed_ids.numpy()
+        self._pad = self._compressed[config.pad_token_id]
+        self._plans = {plan.layer: _PlanArrays.of(plan) for plan in plans}
 
     def rows(
         self, spans: Sequence[tuple[SequenceState, int, int]], layers: Container[int]
@@ -49,35 +52,37 @@ class EngramHasher:
         plans = {layer: plan for layer, plan in self._plans.items() if layer in layers}
         if not plans:
             return {}
-        windows = torch.cat([token_windows(seq, begin, end, self.ngram) for seq, begin, end in spans])
+        if all(end - begin == 1 for _, begin, end in spans):
+            windows = np.array([_one_window(seq, begin, self.ngram) for seq, begin, _ in spans], np.int64)
+        else:
+            parts = [token_windows(seq, begin, end, self.ngram).numpy() for seq, begin, end in spans]
+            windows = np.concatenate(parts)
         known = windows != _STOPPED
-        tokens = torch.where(known, self._compressed[torch.where(known, windows, 0)], self._pad)
-        return {layer: plan.hash(tokens) for layer, plan in plans.items()}
+        tokens = np.where(known, self._compressed[np.where(known, windows, 0)], self._pad)
+        return {layer: torch.from_numpy(plan.hash(tokens)) for layer, plan in plans.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class _PlanTensors:
-    multipliers: torch.Tensor  # int64 [G]
-    primes: torch.Tensor  # int64 [G - 1, heads]
-    offsets: torch.Tensor  # int64 [C]
+class _PlanArrays:
+    """One layer's constants. NumPy, whose calls on a few numbers cost a fraction of torch's."""
+
+    multipliers: npt.NDArray[np.int64]  # [G]
+    primes: npt.NDArray[np.int64]  # [G - 1, heads]
+    offsets: npt.NDArray[np.int64]  # [C]
 
     @classmethod
-    def of(cls, plan: EngramHashPlan) -> _PlanTensors:
+    def of(cls, plan: EngramHashPlan) -> _PlanArrays:
         return cls(
-            multipliers=torch.tensor(plan.multipliers, dtype=torch.int64),
-            primes=torch.tensor(plan.primes, dtype=torch.int64),
-            offsets=torch.tensor(plan.offsets, dtype=torch.int64),
+            multipliers=np.array(plan.multipliers, np.int64),
+            primes=np.array(plan.primes, np.int64),
+            offsets=np.array(plan.offsets, np.int64),
         )
 
-    def hash(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hash(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows [N, C] of compressed windows int64 [N, G]; size n mixes tokens 0..n-1 by wrapping xor."""
-        products = tokens * self.multipliers
-        mixed = products[:, 0]
-        columns = []
-        for n in range(1, products.shape[1]):
-            mixed = mixed ^ products[:, n]
-            columns.append(mixed.unsqueeze(1) % self.primes[n - 1])
-        return torch.cat(columns, dim=1) + self.offsets
+        mixed = np.bitwise_xor.accumulate(tokens * self.multipliers, axis=1)
+        rows = mixed[:, 1:, None] % self.primes
+        return rows.reshape(len(tokens), -1) + self.offsets
 
 
 def token_windows(seq: SequenceState, begin: int, end: int, ngram: int) -> torch.Tensor:
@@ -100,12 +105,21 @@ def token_windows(seq: SequenceState, begin: int, end: int, ngram: int) -> torch
 
 
 def _one_window(seq: SequenceState, position: int, ngram: int) -> list[int]:
+    if not seq.images and position + 1 >= ngram:
+        return seq.ids[position + 1 - ngram : position + 1][::-1]
     window = []
     for back in range(ngram):
         if position < back or seq.in_image(position - back):
             break
         window.append(seq.ids[position - back])
     return window + [_STOPPED] * (ngram - len(window))
+
+
+class LookedUp(NamedTuple):
+    """Table rows gathered for N positions: payload uint8 (E4M3 bytes) [N, C, E], E8M0 scales [N, C, E/32]."""
+
+    payload: torch.Tensor
+    scales: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -119,12 +133,15 @@ class EngramLayer:
     k_weight: torch.Tensor  # bf16 [hc, d]
     eps: float
 
-    def __call__(self, streams: torch.Tensor, rows: torch.Tensor, is_image: torch.Tensor) -> torch.Tensor:
-        """Streams bf16 [N, hc, d] plus the gated value; rows int64 [N, C] on the host, is_image bool [N]."""
+    def look_up(self, rows: torch.Tensor) -> LookedUp:
+        """What the table holds at rows int64 [N, C]; all on the host."""
+        return LookedUp(self.table[rows], self.scales[rows])
+
+    def __call__(self, streams: torch.Tensor, found: LookedUp, is_image: torch.Tensor) -> torch.Tensor:
+        """Streams bf16 [N, hc, d] plus the gated value; `found` on any device, is_image bool [N]."""
         n, hc, d = streams.shape
-        payload = self.table[rows].to(streams.device).view(torch.float8_e4m3fn)
-        scales = self.scales[rows].to(streams.device)
-        memory = dequantize_fp8(payload, scales).flatten(1)
+        payload = found.payload.to(streams.device).view(torch.float8_e4m3fn)
+        memory = dequantize_fp8(payload, found.scales.to(streams.device)).flatten(1)
         projected = self.wkv(memory)
         key, value = projected[:, : hc * d].view(n, hc, d), projected[:, hc * d :]
         return engram_gate(streams, key, value, self.q_weight, self.k_weight, is_image, self.eps)

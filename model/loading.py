@@ -9,11 +9,12 @@ from cedar.model.block import Layer
 from cedar.model.checkpoint import Checkpoint
 from cedar.model.config import EngramConfig, ModelConfig
 from cedar.model.dense import DEFAULT_EXPANDED_BYTES, ExpansionBudget
+from cedar.model.draft_weights import build_drafts
 from cedar.model.engram import EngramHasher
 from cedar.model.engram_ids import compressed_ids
 from cedar.model.fingerprint import fingerprint
 from cedar.model.network import DEFAULT_CHUNK_TOKENS, Network
-from cedar.model.schedule import layer_plan, page_layout
+from cedar.model.schedule import check_drafting, layer_plan, page_layout
 from cedar.model.tensors import check_stage, stage_tensors
 from cedar.model.text import TextNetwork
 from cedar.model.tokenizer import Tokenizer
@@ -29,13 +30,14 @@ def load_network(
     page_tokens: int | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     expanded_bytes: int = DEFAULT_EXPANDED_BYTES,
+    drafting: bool = False,
 ) -> Network:
     """The network of the checkpoint at `path`, a local folder or any fsspec URL.
 
     `stage` "encoder" reads vision and aligner only, "prefill" and "decode" the text layers, None both.
     `page_tokens` is the page format's, by default two windows. `chunk_tokens` bounds the rows of one forward
-    call of `logits` and `finish_prefill`; `expanded_bytes` the float64 weight copies kept on the CPU. Raises
-    ConfigError, CheckpointError or InputError, each naming the field, its value and what is allowed.
+    call of `logits` and `finish_prefill`; `expanded_bytes` the float64 weight copies kept on the CPU.
+    `drafting` loads the draft module, too, of which the prefill stage needs a small part. Raises ConfigError, CheckpointError or InputError, each naming the field, its value and what is allowed.
     """
     check_stage(stage)
     return build_network(
@@ -45,6 +47,7 @@ def load_network(
         page_tokens=page_tokens,
         chunk_tokens=chunk_tokens,
         expanded_bytes=expanded_bytes,
+        drafting=drafting,
     )
 
 
@@ -56,19 +59,24 @@ def build_network(
     page_tokens: int | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     expanded_bytes: int = DEFAULT_EXPANDED_BYTES,
+    drafting: bool = False,
 ) -> Network:
     """As `load_network`, of an opened checkpoint."""
     config = checkpoint.config
     layout = page_layout(config, page_tokens)
-    tensors = load_tensors(checkpoint, stage_tensors(config, stage).values(), device)
+    if drafting:
+        check_drafting(config)
+    tensors = load_tensors(checkpoint, stage_tensors(config, stage, drafting).values(), device)
     vision = None
     if config.vision is not None and stage in ("encoder", None):
         vision = VisionTower.from_tensors(config.vision, tensors, text_width=config.hidden_size)
-    text = None
+    text = drafts = None
     if stage != "encoder":
         hasher = _hasher(checkpoint, config, config.engram) if config.engram else None
         builder = LayerBuilder(config, layout, tensors, device, ExpansionBudget(device, expanded_bytes))
         text = _text_network(config, builder, hasher)
+        if drafting:
+            drafts = build_drafts(config, builder, rings_only=stage == "prefill")
     return Network(
         config=config,
         layout=layout,
@@ -78,6 +86,7 @@ def build_network(
         fingerprint=fingerprint(checkpoint, layout),
         text=text,
         vision=vision,
+        drafts=drafts,
         chunk_tokens=chunk_tokens,
     )
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cedar.kernels.experts import swiglu
-from cedar.kernels.router import route
-from cedar.model.dense import Dense, Experts, Plain
+from cedar.kernels.feed_forward import Expanded, SharedWeights, feed_forward
+from cedar.model.dense import Dense, Experts, Plain, Rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -24,12 +23,20 @@ class MixtureOfExperts:
     routed_scale: float
     limit: float
 
-    def __call__(self, x: torch.Tensor, image_mask: torch.Tensor | None) -> torch.Tensor:
-        """bf16 [N, d] of normed rows x bf16 [N, d]; `image_mask` bool [N], None when no row is an image's."""
+    def __call__(self, rows: Rows, image_mask: torch.Tensor | None) -> torch.Tensor:
+        """bf16 [N, d] of normed rows [N, d]; `image_mask` bool [N], None when no row is an image's."""
         bias = self.bias
         if image_mask is not None:
             bias = torch.where(image_mask.unsqueeze(1), self.bias_image, self.bias)
-        ids, weights = route(x, self.gate.weight, bias, self.per_token, self.routed_scale)
-        routed = self.experts(x, ids, weights, self.limit)
-        gate, up = self.shared_in(x).chunk(2, dim=1)
-        return (routed + self.shared_out(swiglu(gate, up, self.limit))).to(torch.bfloat16)
+        experts, first, second = self.experts, self.shared_in, self.shared_out
+        return feed_forward(
+            rows.plain,
+            self.gate.weight,
+            bias,
+            self.per_token,
+            self.routed_scale,
+            experts.weights,
+            SharedWeights(first.weight, first.scale, second.weight, second.scale),
+            self.limit,
+            Expanded(experts.expanded, first.expanded, second.expanded),
+        )

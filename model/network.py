@@ -6,13 +6,18 @@ methods work depends on the stage it was loaded for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Union
+from weakref import WeakKeyDictionary
 
 import torch
 from cedar.kvstore.layout import PageLayout
 from cedar.model.config import ModelConfig
+from cedar.model.decode_graph import DecodeGraphs, fits_graphs
+from cedar.model.decode_step import DecodeStep
+from cedar.model.draft import DraftNetwork, Proposals
 from cedar.model.errors import InputError
 from cedar.model.images import PreparedImage, content_hash, image_patches, plan_image, prepare_image
 from cedar.model.inputs import image_spans, token_ids
@@ -21,6 +26,7 @@ from cedar.model.schedule import LayerPlan
 from cedar.model.state import KVMemory, SequenceState, StreamTail, check_sequence
 from cedar.model.step import Step
 from cedar.model.text import TextNetwork
+from cedar.model.verification import Verification, VerifyStep
 from cedar.model.vision import VisionTower
 
 if TYPE_CHECKING:
@@ -32,7 +38,10 @@ DEFAULT_CHUNK_TOKENS: Final = 512
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Network:
-    """A loaded model. `text` is None in the encoder stage, `vision` in the prefill and decode stages."""
+    """A loaded model. `text` is None in the encoder stage, `vision` in the prefill and decode stages,
+    `drafts`
+    where the draft module was not asked for.
+    """
 
     config: ModelConfig
     layout: PageLayout
@@ -42,7 +51,11 @@ class Network:
     fingerprint: bytes
     text: TextNetwork | None = field(repr=False)
     vision: VisionTower | None = field(repr=False)
+    drafts: DraftNetwork | None = field(default=None, repr=False)
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    _graphs: WeakKeyDictionary[KVMemory, DecodeGraphs] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
 
     def prefill(
         self,
@@ -68,8 +81,10 @@ class Network:
             raise InputError("upto", upto, f"above the sequence's length, {seq.length}")
         tail = _open_tail(seq, first, decoder_from)
         step = Step(memory, self.config, [(seq, seq.length, upto)])
+        taps = None if replay else self._taps()
         streams, pre = text.embed(step, features)
-        streams, pre = text.run(streams, pre, step, range(first))
+        streams, pre = text.run(streams, pre, step, range(first), taps=taps)
+        self._keep_taps(step, taps)
         if replay:
             text.produce(streams, pre, step, first)
         keep_from = upto - 1
@@ -95,14 +110,17 @@ class Network:
         if tail.start == tail.end:
             raise InputError("decoder_from", seq.decoder_from, f"below the sequence's length, {seq.length}")
         if tail.layer < self.config.layers:
-            seq.decoder_start = _decoder_start(seq, tail, self.config.window)
+            _begin_decoder(seq, tail, self.config.window)
         layers = range(tail.layer, self.config.layers)
         streams, pre = tail.streams[-1:], tail.pre[-1:]
         for begin in range(tail.start, tail.end, self.chunk_tokens) if layers else ():
             end = min(begin + self.chunk_tokens, tail.end)
             rows = slice(begin - tail.start, end - tail.start)
-            step = Step(memory, self.config, [(seq, begin, end)])
-            streams, pre = text.run(tail.streams[rows], tail.pre[rows], step, layers, produced=tail.layer)
+            step, taps = Step(memory, self.config, [(seq, begin, end)]), self._taps()
+            streams, pre = text.run(
+                tail.streams[rows], tail.pre[rows], step, layers, produced=tail.layer, taps=taps
+            )
+            self._keep_taps(step, taps)
         seq.tail = None
         seq.decoder_from = None
         return text.logits(streams[-1:], pre[-1:])[0]
@@ -113,25 +131,74 @@ class Network:
         Raises InputError before anything runs when a sequence has no token to run or two share a slot.
         """
         text = self._text()
-        if not seqs:
-            raise InputError("seqs", [], "at least one sequence")
-        if len({seq.slot for seq in seqs}) != len(seqs):
-            raise InputError("slots", [seq.slot for seq in seqs], "all different")
-        for seq in seqs:
-            check_sequence(seq, seq.length + 1, memory, self.config, self.layout.page_tokens)
-            if seq.tail is not None and seq.tail.waits(seq.length, self.config.layers):
-                raise InputError(
-                    "sequence", f"length {seq.length}", "finished: finish_prefill comes before decode"
-                )
-            if seq.in_image(seq.length):
-                raise InputError("position", seq.length, "outside the prompt's images: prefill runs those")
-        step = Step(memory, self.config, [(seq, seq.length, seq.length + 1) for seq in seqs])
-        streams, pre = text.embed(step, None)
-        streams, pre = text.run(streams, pre, step, range(self.config.layers))
+        self._check_decoding(memory, seqs)
+        if self._uses_graphs:
+            logits = self._graphs_on(memory).decode(seqs)
+        else:
+            step, taps = DecodeStep.of(memory, self.config, seqs), self._taps()
+            streams, pre = text.embed(step, None)
+            streams, pre = text.run(streams, pre, step, range(self.config.layers), taps=taps)
+            self._keep_taps(step, taps)
+            logits = text.logits(streams, pre)
         for seq in seqs:
             seq.length += 1
             seq.tail = None
-        return text.logits(streams, pre)
+        return logits
+
+    def prepare_decode(self, memory: KVMemory, batches: Sequence[int], tokens: int) -> None:
+        """Get ready for `decode` with these numbers of sequences of at most `tokens` tokens each.
+
+        On CUDA it compiles and captures what the first such steps would have to; elsewhere it does nothing.
+        No
+        sequence's state is touched.
+        """
+        self._text()
+        if self._uses_graphs:
+            for batch in batches:
+                self._graphs_on(memory).prepare(batch, tokens)
+
+    def propose(self, memory: KVMemory, seqs: Sequence[SequenceState]) -> Proposals:
+        """What the draft stages expect after `ids[length]` of each sequence. Changes nothing.
+
+        Raises InputError, also where the network was loaded without its draft module.
+        """
+        text = self._text()
+        if self.drafts is None:
+            raise InputError("drafting", False, "True when the network is loaded, to propose tokens")
+        self._check_decoding(memory, seqs)
+        return self.drafts.propose(text, memory, seqs)
+
+    def verify(
+        self, memory: KVMemory, seqs: Sequence[SequenceState], proposed: Sequence[Sequence[int]]
+    ) -> Verification:
+        """Run `ids[length]` and then the proposed tokens of each sequence through every layer, in one step.
+
+        The first row's logits are those of `decode`, the next ones those it would give if the proposals were
+        the tokens that come. Lengths and ids stay as they were until the caller says how many rows to keep:
+        `Verification.commit`, which must come before anything else runs on these sequences. Raises InputError
+        before anything runs.
+        """
+        text = self._text()
+        self._check_decoding(memory, seqs)
+        for seq, tokens in zip(seqs, proposed, strict=True):
+            if tokens and len(seq.ids) != seq.length + 1:
+                raise InputError("ids", len(seq.ids), f"{seq.length + 1}: proposals follow the last of them")
+        spans = [(seq, seq.length, seq.length + 1 + len(t)) for seq, t in zip(seqs, proposed, strict=True)]
+        try:
+            for seq, tokens in zip(seqs, proposed, strict=True):
+                seq.ids.extend(tokens)
+            for seq, _, end in spans:
+                check_sequence(seq, end, memory, self.config, self.layout.page_tokens)
+            step, taps = VerifyStep(memory, self.config, spans), self._taps()
+            streams, pre = text.embed(step, None)
+            streams, pre = text.run(streams, pre, step, range(self.config.layers), taps=taps)
+        finally:
+            for seq, tokens in zip(seqs, proposed, strict=True):
+                del seq.ids[len(seq.ids) - len(tokens) :]
+        ends = list(itertools.accumulate(end - begin for _, begin, end in spans))
+        rows = tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
+        rings = None if self.drafts is None else self.drafts.rings
+        return Verification(text.logits(streams, pre), rows, step, taps or [], rings)
 
     def encode_image(self, prepared: PreparedImage) -> torch.Tensor:
         """bf16 [span, d], the rows that stand for an image in a prompt: start, rows and newlines, end."""
@@ -177,10 +244,21 @@ class Network:
             seq.length = upto
         return self.finish_prefill(memory, seq).unsqueeze(0) if replay else torch.cat(rows)
 
+    def allocate(self, *, pages: int, slots: int) -> KVMemory:
+        """Memory for this network on its device."""
+        return KVMemory.allocate(
+            self.config,
+            self.layout,
+            pages=pages,
+            slots=slots,
+            device=self.device,
+            drafting=self.drafts is not None,
+        )
+
     def own_sequence(self, ids: list[int], room: int = 0) -> tuple[KVMemory, SequenceState]:
         """Memory for one sequence alone, for `ids` and `room` more tokens, and the sequence, not yet run."""
         pages = -(-(len(ids) + room) // self.layout.page_tokens)
-        memory = KVMemory.allocate(self.config, self.layout, pages=pages, slots=1, device=self.device)
+        memory = self.allocate(pages=pages, slots=1)
         return memory, SequenceState(slot=0, pages=list(range(pages)), ids=ids)
 
     def prepare(self, image: ImageInput) -> PreparedImage:
@@ -200,6 +278,41 @@ class Network:
         plan = plan_image(rgb.width, rgb.height, self.config.vision)
         patches = image_patches(rgb, plan, self.config.vision.patch_size)
         return PreparedImage(plan=plan, content_hash=content_hash(rgb, plan), patches=patches)
+
+    def _check_decoding(self, memory: KVMemory, seqs: Sequence[SequenceState]) -> None:
+        """InputError unless `ids[length]` of each sequence may run."""
+        if not seqs:
+            raise InputError("seqs", [], "at least one sequence")
+        if len({seq.slot for seq in seqs}) != len(seqs):
+            raise InputError("slots", [seq.slot for seq in seqs], "all different")
+        for seq in seqs:
+            check_sequence(seq, seq.length + 1, memory, self.config, self.layout.page_tokens)
+            if seq.tail is not None and seq.tail.waits(seq.length, self.config.layers):
+                raise InputError(
+                    "sequence", f"length {seq.length}", "finished: finish_prefill comes before decode"
+                )
+            if seq.in_image(seq.length):
+                raise InputError("position", seq.length, "outside the prompt's images: prefill runs those")
+
+    @property
+    def _uses_graphs(self) -> bool:
+        """Whether `decode` replays CUDA graphs. With a draft module it is `verify` that runs, and taps are
+        kept.
+        """
+        return self.device.type == "cuda" and self.drafts is None and fits_graphs(self.config)
+
+    def _graphs_on(self, memory: KVMemory) -> DecodeGraphs:
+        if memory not in self._graphs:
+            self._graphs[memory] = DecodeGraphs(self._text(), memory, self.layout.page_tokens)
+        return self._graphs[memory]
+
+    def _taps(self) -> list[torch.Tensor] | None:
+        """Where a pass leaves what the draft rings are made of; None without a draft module."""
+        return None if self.drafts is None else []
+
+    def _keep_taps(self, step: Step, taps: list[torch.Tensor] | None) -> None:
+        if self.drafts is not None and taps:
+            self.drafts.rings.write_step(step, taps)
 
     def _text(self) -> TextNetwork:
         if self.text is None:
@@ -223,10 +336,12 @@ def _open_tail(seq: SequenceState, layer: int, decoder_from: int | None) -> Stre
     return tail
 
 
-def _decoder_start(seq: SequenceState, tail: StreamTail, window: int) -> int:
-    """Where decoder window reads begin after this prefill (spec §9: decoder bounded replay).
+def _begin_decoder(seq: SequenceState, tail: StreamTail, window: int) -> None:
+    """Note where window reads of decoder and draft begin after this prefill (spec §9: decoder bounded
+    replay).
 
     A span that goes back to where the prefill began goes on from the rings that were there.
     """
     begins = seq.length - window if seq.decoder_from is None else seq.decoder_from
-    return begins if begins >= tail.began else seq.decoder_start
+    if begins >= tail.began:
+        seq.decoder_start = seq.draft_start = begins

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cedar.kvstore.layout import LayoutError, PageLayout
-from cedar.model.config import ModelConfig
+from cedar.model.config import DraftConfig, ModelConfig
 from cedar.model.config_fields import check_layer_list
 from cedar.model.errors import ConfigError
 
@@ -105,6 +105,26 @@ def page_layout(config: ModelConfig, page_tokens: int | None = None) -> PageLayo
         )
     except LayoutError as error:
         raise ConfigError(error.field, error.value, error.allowed) from error
+
+
+def check_drafting(config: ModelConfig) -> DraftConfig:
+    """The draft module's config. Raises ConfigError when there is none, or it cannot be kept in step.
+
+    Its rings are made from rows that have run the decoder: with taps below, a prompt's last rows would need
+    them, and CED prefill does not keep what is below.
+    """
+    draft, first = config.draft, config.decoder_start_layer
+    if draft is None:
+        raise ConfigError("text_config.num_nextn_predict_layers", 0, "above 0 to draft tokens")
+    if min(draft.target_layer_ids) < first:
+        field = "text_config.dspark_target_layer_ids"
+        raise ConfigError(field, list(draft.target_layer_ids), f"in the decoder, from {first} on, to draft")
+    return draft
+
+
+def can_draft(config: ModelConfig) -> bool:
+    """Whether there is a draft module that can be kept in step."""
+    return config.draft is not None and min(config.draft.target_layer_ids) >= config.decoder_start_layer
 
 
 def _mode(config: ModelConfig, layer: int, ratio: int, kv_source: int | None) -> LayerMode:

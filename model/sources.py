@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from cedar.kernels.compress import EntryPlanes, compress_entries, pool_groups, write_entries
-from cedar.kernels.fp4 import pack_fp4_e8m0
+from cedar.kernels.compress import EntryPlanes, compress_into_pages
+from cedar.kernels.index_queries import IndexQueries, pack_index_queries
 from cedar.kernels.index_scores import index_scores, index_scores_gathered
 from cedar.kernels.paging import Plane
-from cedar.kernels.rope import apply_rope
 from cedar.kernels.select import block_positions, candidate_blocks, take_candidates, top_k
 from cedar.kvstore import layout as page_layout
-from cedar.model.dense import Dense, Plain
+from cedar.model.dense import Dense, Plain, Rows
 from cedar.model.step import GroupPlan, Step
 
 _SCORE_BYTES: Final = 1 << 28  # scores [rows, entries] held at a time
@@ -64,29 +63,33 @@ class Compressor:
     def produce(self, x: torch.Tensor, step: Step) -> None:
         """Write the entries that rows x bf16 [N, d] complete to their pages, the rest to the tails."""
         groups = step.groups(self.pages.ratio)
-        pooled = self._pool(x, step, groups)
+        members = self._members(x, step, groups)
         if not groups.closes:
             return
-        entries = compress_entries(
-            pooled, self.norm, self.key.weight, self.key_norm, groups.positions, self.freqs, self.eps
-        )
-        write_entries(
-            step.memory.pages, self.pages.planes, step.page_table, groups.seq, groups.entry, entries
+        compress_into_pages(
+            *members,
+            self.norm,
+            self.key.weight,
+            self.key_norm,
+            groups.positions,
+            self.freqs,
+            self.eps,
+            step.memory.pages,
+            self.pages.planes,
+            step.page_table,
+            groups.seq,
+            groups.entry,
+            step.group_rope(self.pages.ratio, self.freqs),
         )
 
-    def _pool(self, x: torch.Tensor, step: Step, groups: GroupPlan) -> torch.Tensor:
-        """bf16 [G, D], the latents before their norm."""
+    def _members(
+        self, x: torch.Tensor, step: Step, groups: GroupPlan
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """kv and gate fp32 [G, m, D] of the groups that close; at m = 1 the latents bf16 [G, D] and None."""
         if self.wgate is None:
-            return self.wkv(x[groups.members.squeeze(1)])
-        depth = self.pages.ratio - 1
-        tails = step.memory.tails[:, self.tail]
+            return self.wkv(groups.take(x)), None
         kv, gate = self.wkv(x, torch.float32), self.wgate(x, torch.float32)
-        before = tails[step.slots, :, :depth]  # [S, 2, m - 1, D]
-        together = [torch.cat((before[:, i].flatten(0, 1), new)) for i, new in enumerate((kv, gate))]
-        tails[groups.kept_slots, :, groups.kept_places] = torch.stack(
-            (kv[groups.kept_rows], gate[groups.kept_rows]), dim=1
-        )
-        return pool_groups(together[0][groups.members], together[1][groups.members])
+        return step.join_groups(self.tail, self.pages.ratio, kv, gate)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -103,12 +106,11 @@ class Indexer:
     candidate_keep: int
     freqs: torch.Tensor
 
-    def select(self, x: torch.Tensor, q_latent: torch.Tensor, step: Step, selection: Selection) -> None:
-        """Set `selection` from x bf16 [N, d] and q_latent bf16 [N, q_lora], a block of rows at a time."""
-        q = self.wq(q_latent).view(step.rows, self.heads, -1)
-        q_payload, q_scales = pack_fp4_e8m0(apply_rope(q, step.positions, self.freqs))
+    def select(self, x: torch.Tensor, query: Rows, step: Step, selection: Selection) -> None:
+        """Set `selection` from x bf16 [N, d] and the query latent [N, q_lora], a block of rows at a time."""
+        q = self.wq(query).view(step.rows, self.heads, -1)
         scale = q.shape[2] ** -0.5 * self.heads**-0.5
-        weights = self.weights(x).to(torch.float64) * scale
+        queries = pack_index_queries(q, self.weights(x), step.rope(self.freqs), scale)
         visible = step.visible(self.pages.ratio)
         pool = selection.candidates
         width = step.most_visible(self.pages.ratio) if pool is None else pool.shape[1]
@@ -116,13 +118,13 @@ class Indexer:
         kept, pools = [], []
         for start in range(0, step.rows, block):
             rows = slice(start, start + block)
-            query = (q_payload[rows], q_scales[rows], weights[rows])
+            some = IndexQueries(*(part[rows] for part in queries))
             if self.uses_candidates:
-                kept.append(self._among(query, selection, step, rows))
+                kept.append(self._among(some, selection, step, rows))
                 continue
             memory, planes = step.memory.pages, self.pages.planes
             scores = index_scores(
-                *query,
+                *some,
                 memory,
                 planes.index_payload,
                 planes.index_scales,
@@ -135,13 +137,13 @@ class Indexer:
             if self.candidate_block:
                 blocks = candidate_blocks(scores, visible[rows], self.candidate_block, self.candidate_keep)
                 pools.append(block_positions(blocks, self.candidate_block, visible[rows]))
-        selection.entries = torch.cat(kept)
+        selection.entries = _together(kept)
         if pools:
-            selection.candidates = torch.cat(pools)
+            selection.candidates = _together(pools)
 
     def _among(
         self,
-        query: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        queries: IndexQueries,
         selection: Selection,
         step: Step,
         rows: slice,
@@ -153,7 +155,7 @@ class Indexer:
         pool = selection.candidates[rows]
         planes = self.pages.planes
         scores = index_scores_gathered(
-            *query,
+            *queries,
             step.memory.pages,
             planes.index_payload,
             planes.index_scales,
@@ -162,3 +164,8 @@ class Indexer:
             pool,
         )
         return take_candidates(pool, top_k(scores, self.topk))
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All rows of the parts, without a copy when there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -29,15 +29,24 @@ class KVMemory:
     pages: torch.Tensor  # uint8 [P, page_bytes]
     rings: torch.Tensor  # uint8 [S, L, W, D + D/32]
     tails: torch.Tensor  # fp32 [S, sources with m > 1, 2 (kv, gate), largest m - 1, D]
+    draft_rings: torch.Tensor  # uint8 [S, draft stages or 0, W, D + D/32]
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, layout: PageLayout, *, pages: int, slots: int, device: torch.device | str
+        cls,
+        config: ModelConfig,
+        layout: PageLayout,
+        *,
+        pages: int,
+        slots: int,
+        device: torch.device | str,
+        drafting: bool = False,
     ) -> KVMemory:
-        """Zeroed memory for `pages` page slots and `slots` sequences.
+        """Zeroed memory for `pages` page slots and `slots` sequences, with draft rings when `drafting`.
 
         Unused bytes of a page stay zero for ever.
         """
+        stages = config.draft.stages if drafting and config.draft is not None else 0
         ratios = tailed_ratios(config)
         depth = max(ratios, default=1) - 1
         row = window_row_bytes(config.head_dim)
@@ -45,12 +54,13 @@ class KVMemory:
             pages=torch.zeros(pages, layout.page_bytes, dtype=torch.uint8, device=device),
             rings=torch.zeros(slots, config.layers, config.window, row, dtype=torch.uint8, device=device),
             tails=torch.zeros(slots, len(ratios), 2, depth, config.head_dim, device=device),
+            draft_rings=torch.zeros(slots, stages, config.window, row, dtype=torch.uint8, device=device),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three."""
-        return sum(t.numel() * t.element_size() for t in (self.pages, self.rings, self.tails))
+        """Bytes of all of it."""
+        return sum(t.nbytes for t in (self.pages, self.rings, self.tails, self.draft_rings))
 
 
 def tailed_ratios(config: ModelConfig) -> tuple[int, ...]:
@@ -107,7 +117,7 @@ class SequenceState:
     disjoint.
 
     Window reads of layers below the decoder stop at `encoder_start`, those of decoder layers at
-    `decoder_start`. Global entries of groups that end at or below `write_from` are only read: their pages
+    `decoder_start`, those of draft stages at `draft_start`. Global entries of groups that end at or below `write_from` are only read: their pages
     were loaded. After an exception out of a network call the slot's contents are undefined and the sequence
     must be dropped.
     """
@@ -119,6 +129,7 @@ class SequenceState:
     length: int = 0
     encoder_start: int = 0
     decoder_start: int = 0
+    draft_start: int = 0
     write_from: int = 0
     decoder_from: int | None = None
     tail: StreamTail | None = field(default=None, repr=False)

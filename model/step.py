@@ -5,9 +5,9 @@ worked out once, on the host, and moved to the device in one piece: visible coun
 members, ring slots.
 
 Window rows. With one row a sequence (decode) a row is written to its ring slot before the layer reads: it
-replaces position i-W, which nothing reads any more. A longer chunk would overwrite slots that its own earlier
-rows need, so it reads a staging buffer, `rings of the S sequences | the chunk's rows`, and the rings are
-written after.
+replaces position i-W, which nothing reads any more. A longer chunk would overwrite slots that its own
+earlier rows need, so it reads a staging buffer, `rings of the S sequences | the chunk's rows`; the rings
+are written when the buffer has taken what they held.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+from cedar.kernels.latents import Staging
+from cedar.kernels.rope import rope_table
 from cedar.model.config import ModelConfig
 from cedar.model.state import KVMemory, SequenceState
 
@@ -39,10 +42,24 @@ class GroupPlan:
     kept_slots: torch.Tensor  # int64 [K]
     kept_places: torch.Tensor  # int64 [K], place in the group
 
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that close a group, where a group is one token."""
+        return rows[self.members.squeeze(1)]
+
     @property
     def closes(self) -> bool:
         """Whether any group closes."""
         return self.entry.shape[0] > 0
+
+
+class WindowPlan(NamedTuple):
+    """Window keys of one layer: the buffer uint8 [R, B] that attention reads, the rows int64 [N] of it
+    where the step's own belong, and how the rest of it is filled.
+    """
+
+    buffer: torch.Tensor
+    places: torch.Tensor
+    staging: Staging | None = None
 
 
 class Step:
@@ -65,6 +82,19 @@ class Step:
         self._visible: dict[int, torch.Tensor] = {}
         self._groups: dict[int, GroupPlan] = {}
         self._window_rows: dict[bool, torch.Tensor] = {}
+        self._ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """int64 [N], the rows' tokens."""
+        ids = [token for seq, begin, end in self.spans for token in seq.ids[begin:end]]
+        return torch.tensor(ids, dtype=torch.int64).to(self.device)
+
+    def rope(self, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) fp32 [N, R/2] at the rows' positions, made once for each set of frequencies."""
+        if id(freqs) not in self._ropes:
+            self._ropes[id(freqs)] = rope_table(self.positions, freqs)
+        return self._ropes[id(freqs)]
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -120,27 +150,50 @@ class Step:
         return self._groups[ratio]
 
     def window_rows(self, decoder: bool) -> torch.Tensor:
-        """int64 [N, W]: rows of what `write_window` gives for positions i-W+1 to i, -1 where not readable."""
+        """int64 [N, W]: rows of what `open_window` gives for positions i-W+1 to i, -1 where not readable."""
         if decoder not in self._window_rows:
             self._window_rows[decoder] = self._plan_window(decoder)
         return self._window_rows[decoder]
 
-    def write_window(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Give this step's window rows uint8 [N, B] of `layer` to its rings; returns the buffer to read,
-        uint8 [R, B].
-
-        After the layer's attention has read the buffer, `close_window` must run.
+    def open_window(self, layer: int) -> WindowPlan:
+        """Where this layer's window keys of the step are to be written, and read. After the attention has
+        read them, `close_window` must run.
         """
+        rings = self._flat_rings(layer)
         if self.direct:
-            flat = self._flat_rings(layer)
-            flat[self._ring_targets] = rows
-            return flat
-        return torch.cat((self.memory.rings[self.slots, layer].flatten(0, 1), rows))
+            return WindowPlan(rings, self._ring_targets)
+        kept = self._ring_sources.shape[0]
+        buffer = rings.new_empty(kept + self.rows, rings.shape[1])
+        staging = Staging(rings, self._ring_sources, self._ring_targets, self._saved)
+        return WindowPlan(buffer, self._own_places, staging)
 
-    def close_window(self, layer: int, rows: torch.Tensor) -> None:
-        """Write the last W rows of each sequence to its ring: no row of the chunk needs the old ones now."""
-        if not self.direct:
-            self._flat_rings(layer)[self._ring_targets] = rows[self._ring_rows]
+    def close_window(self, layer: int, buffer: torch.Tensor) -> None:
+        """The attention of `layer` has read the buffer; its last N rows are the step's own unless
+        `direct`.
+        """
+
+    def group_rope(self, ratio: int, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) fp32 [G, R/2] at the first position of each group of `groups`."""
+        return rope_table(self.groups(ratio).positions, freqs)
+
+    def join_groups(
+        self, tail: int, ratio: int, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv and gate fp32 [G, m, D] of the groups that close, from this step's rows fp32 [N, D] and
+        source `tail`'s open groups; what stays open is kept.
+        """
+        members = self.groups(ratio).members
+        before = self.memory.tails[self.slots, tail, :, : ratio - 1]  # [S, 2, m - 1, D]
+        together = [torch.cat((before[:, i].flatten(0, 1), new)) for i, new in enumerate((kv, gate))]
+        self.write_tails(tail, ratio, kv, gate)
+        return together[0][members], together[1][members]
+
+    def write_tails(self, tail: int, ratio: int, kv: torch.Tensor, gate: torch.Tensor) -> None:
+        """Leave the rows fp32 [N, D] of groups that are still open to source `tail` of this ratio."""
+        groups = self.groups(ratio)
+        self.memory.tails[groups.kept_slots, tail, :, groups.kept_places] = torch.stack(
+            (kv[groups.kept_rows], gate[groups.kept_rows]), dim=1
+        )
 
     def _flat_rings(self, layer: int) -> torch.Tensor:
         """Ring rows from this layer of slot 0 on; a row of slot s lies s·L·W further."""
@@ -152,19 +205,36 @@ class Step:
         return self._slots.to(self.device)
 
     @cached_property
-    def _ring_rows_host(self) -> torch.Tensor:
+    def _moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the host: `Staging`'s sources int64 [S·W], targets and saved int64 [N]."""
         ends = (self._begins + self._counts)[self._seq]
-        return torch.nonzero(self._positions >= ends - self._window).squeeze(1)
+        slots = self._positions % self._window
+        saved = self._seq * self._window + slots
+        targets = torch.where(
+            self._positions >= ends - self._window, self._slots[self._seq] * self._slot_stride + slots, -1
+        )
+        first = (self._slots * self._slot_stride).unsqueeze(1)
+        sources = (first + torch.arange(self._window)).flatten()
+        sources[saved[targets >= 0]] = -1
+        return sources, targets, saved
 
     @cached_property
-    def _ring_rows(self) -> torch.Tensor:
-        return self._ring_rows_host.to(self.device)
+    def _ring_sources(self) -> torch.Tensor:
+        return self._moves[0].to(self.device)
 
     @cached_property
     def _ring_targets(self) -> torch.Tensor:
-        chosen = self._ring_rows_host
-        slots, positions = self._slots[self._seq[chosen]], self._positions[chosen]
-        return (slots * self._slot_stride + positions % self._window).to(self.device)
+        return self._moves[1].to(self.device)
+
+    @cached_property
+    def _saved(self) -> torch.Tensor:
+        return self._moves[2].to(self.device)
+
+    @cached_property
+    def _own_places(self) -> torch.Tensor:
+        """int64 [N], rows of the staging buffer that are the chunk's."""
+        first = len(self.spans) * self._window
+        return torch.arange(first, first + self.rows, device=self.device)
 
     @property
     def _slot_stride(self) -> int:

@@ -7,6 +7,7 @@ that `cedar model inspect` adds up.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,7 @@ STAGES: Final = ("encoder", "prefill", "decode")
 
 _VISION_PREFIXES: Final = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 _DRAFT_PREFIX: Final = "mtp."
+_DRAFT_RINGS: Final = re.compile(r"^mtp\.\d+\.(main_proj|main_norm|attn\.wkv|attn\.kv_norm)\.")
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,28 @@ class TensorSpec:
 
 
 def check_stage(stage: str | None) -> None:
-    """Refuse a stage name that does not exist; None means everything but the draft module."""
+    """Refuse a stage name that does not exist; None means all of them."""
     if stage is not None and stage not in STAGES:
         raise InputError("stage", stage, f"one of {list(STAGES)} or None")
 
 
-def needed_by(name: str, stage: str | None) -> bool:
-    """Whether `stage` runs tensor `name`. The draft module (`mtp.`) belongs to no stage yet."""
+def needed_by(name: str, stage: str | None, drafting: bool = False) -> bool:
+    """Whether `stage` runs tensor `name`. Of the draft module, which only `drafting` asks for, Prefill makes
+    the window keys and no more.
+    """
     if name.startswith(_DRAFT_PREFIX):
-        return False
+        if stage == "prefill":
+            return drafting and _DRAFT_RINGS.match(name) is not None
+        return drafting and stage != "encoder"
     if stage is None:
         return True
     return name.startswith(_VISION_PREFIXES) == (stage == "encoder")
 
 
-def stage_tensors(config: ModelConfig, stage: str | None) -> dict[str, TensorSpec]:
+def stage_tensors(config: ModelConfig, stage: str | None, drafting: bool = False) -> dict[str, TensorSpec]:
     """The tensors that `stage` loads, by name."""
     check_stage(stage)
-    return {spec.name: spec for spec in expected_tensors(config) if needed_by(spec.name, stage)}
+    return {spec.name: spec for spec in expected_tensors(config) if needed_by(spec.name, stage, drafting)}
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -5,7 +5,7 @@ Letters: N rows of a step, hc streams, d hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,11 @@ from cedar.kernels.norm import rms_norm
 from cedar.model.block import Layer, Observe
 from cedar.model.config import ModelConfig
 from cedar.model.dense import Plain
-from cedar.model.engram import EngramHasher
+from cedar.model.engram import EngramHasher, LookedUp
 from cedar.model.errors import InputError
+from cedar.model.residual import Residual
 from cedar.model.sources import Selection
+from cedar.model.state import SequenceState
 from cedar.model.step import Step
 
 
@@ -39,8 +41,7 @@ class TextNetwork:
         Rows inside an image are taken from `features[content_hash]` bf16 [span, d]. Raises InputError when
         missing.
         """
-        ids = [token for seq, begin, end in step.spans for token in seq.ids[begin:end]]
-        rows = self.embedding[torch.tensor(ids, dtype=torch.int64, device=step.device)]
+        rows = self.embedding[step.ids]
         offset = 0
         for seq, begin, end in step.spans:
             for number, image in enumerate(seq.images):
@@ -51,14 +52,45 @@ class TextNetwork:
                         low - image.start : high - image.start
                     ]
             offset += end - begin
+        return self.enter(rows)
+
+    def enter(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and the first pre of embedded rows bf16 [N, d]."""
         streams = rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(step.rows, self.config.hc_mult, device=step.device)
+        pre = torch.zeros(rows.shape[0], self.config.hc_mult, device=rows.device)
         pre[:, 0] = 1.0
         return streams, pre
 
     def hash_rows(self, step: Step, layers: range) -> dict[int, torch.Tensor]:
         """Table rows of the Engram layers among `layers` for the step's positions, on the host."""
         return {} if self.hasher is None else self.hasher.rows(step.spans, layers)
+
+    def look_up(self, hashed: Mapping[int, torch.Tensor]) -> dict[int, LookedUp]:
+        """What the tables of those layers hold there, on the host."""
+        found = {}
+        for number, rows in hashed.items():
+            engram = self.layers[number].engram
+            if engram is not None:
+                found[number] = engram.look_up(rows)
+        return found
+
+    def look_up_next(self, seqs: Sequence[SequenceState]) -> dict[int, LookedUp]:
+        """As `look_up`, of each sequence's next token."""
+        if self.hasher is None:
+            return {}
+        spans = [(seq, seq.length, seq.length + 1) for seq in seqs]
+        return self.look_up(self.hasher.rows(spans, range(self.config.layers)))
+
+    def look_up_shapes(self, rows: int) -> dict[int, tuple[torch.Size, torch.Size]]:
+        """Shapes of what is looked up for that many rows: payload and scales, by layer."""
+        shapes = {}
+        for number, layer in enumerate(self.layers):
+            if layer.engram is not None and self.config.engram is not None:
+                columns = self.config.engram.columns
+                parts = (layer.engram.table, layer.engram.scales)
+                payload, scales = (torch.Size((rows, columns, part.shape[1])) for part in parts)
+                shapes[number] = (payload, scales)
+        return shapes
 
     def run(
         self,
@@ -69,27 +101,38 @@ class TextNetwork:
         *,
         produced: int | None = None,
         observe: Observe | None = None,
+        taps: list[torch.Tensor] | None = None,
+        engram: Mapping[int, LookedUp] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams and pre after `layers`, which must hold the sources of whatever they read a selection of.
 
-        `produced`: a source among them whose entries exist already.
+        `produced`: a source among them whose entries exist already. `taps` receives the mean streams bf16
+        [N, d] that enter the draft targets among `layers`. `engram`: what was looked up for the step, when
+        the caller has done so.
         """
-        hashed = self.hash_rows(step, layers)
-        selection = Selection()
+        hashed = self.hash_rows(step, layers) if engram is None else {}
+        found = self.look_up(hashed) if engram is None else engram
+        selection, residual = Selection(), Residual(streams, pre)
         if observe is not None:
             for layer in layers:
                 if layer in hashed:
                     observe(f"layer{layer:02d}.engram_hash", hashed[layer])
         for layer in layers:
-            streams, pre = self.layers[layer].run(
-                streams, pre, step, selection, hashed.get(layer), produce=layer != produced, observe=observe
+            self.layers[layer].advance(
+                residual,
+                step,
+                selection,
+                found.get(layer),
+                produce=layer != produced,
+                observe=observe,
+                taps=taps,
             )
-        return streams, pre
+        return residual.settled(), residual.pre
 
     def produce(self, streams: torch.Tensor, pre: torch.Tensor, step: Step, layer: int) -> None:
         """Only the entries of source `layer`, from what enters it."""
-        hashed = self.hash_rows(step, range(layer, layer + 1))
-        self.layers[layer].produce_entries(streams, pre, step, hashed.get(layer))
+        found = self.look_up(self.hash_rows(step, range(layer, layer + 1)))
+        self.layers[layer].produce_entries(streams, pre, step, found.get(layer))
 
     def logits(
         self, streams: torch.Tensor, pre: torch.Tensor, observe: Observe | None = None

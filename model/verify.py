@@ -3,15 +3,18 @@
 Runs free, from token ids, and compares each saved tensor as the network gives it. Sections are told by their
 names:
 
-    P/input_ids, P/layerNN.*, P/logits   a prompt through every layer (`text`, `image`) decode/input_ids,
-    decode/logits      greedy steps after the prompt of section `text` P/input_ids, P/full_logits, P/logits,
-    P/tokens   a prompt by CED with decoder bounded replay, then greedy steps
+    P/input_ids, P/layerNN.*, P/logits   a prompt through every layer (`text`, `image`)
+    decode/logits      greedy steps after the prompt of section `text`
+    decode/draft_*     what the draft stages propose after each of them
+    P/input_ids, P/full_logits, P/logits, P/tokens   a prompt by CED with decoder bounded replay, then greedy
+    steps
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -19,12 +22,14 @@ from cedar.kernels.fp4 import unpack_fp4_e4m3, unpack_fp4_e8m0
 from cedar.kernels.fp8 import unpack_window_rows
 from cedar.kernels.paging import Plane, gather_rows
 from cedar.kvstore import layout as page_layout
+from cedar.model.checkpoint import Checkpoint
 from cedar.model.comparison import Comparison, SavedTensors, TensorResult
 from cedar.model.errors import InputError
 from cedar.model.images import ImagePlan, PreparedImage, token_types
 from cedar.model.inputs import image_spans, token_ids
-from cedar.model.loading import load_network
+from cedar.model.loading import build_network
 from cedar.model.network import Network
+from cedar.model.schedule import can_draft
 from cedar.model.state import KVMemory, SequenceState
 from cedar.model.step import Step
 
@@ -37,7 +42,10 @@ def verify(
     path: str | os.PathLike[str], expected: str | os.PathLike[str], device: str = "cpu"
 ) -> list[TensorResult]:
     """Compare the checkpoint at `path` with safetensors file `expected`: one result for each saved tensor."""
-    return verify_network(load_network(path, device), os.fspath(expected))
+    checkpoint = Checkpoint.open(os.fspath(path))
+    drafting = can_draft(checkpoint.config)
+    network = build_network(checkpoint, torch.device(device), None, drafting=drafting)
+    return verify_network(network, os.fspath(expected))
 
 
 def verify_network(network: Network, expected: str) -> list[TensorResult]:
@@ -46,7 +54,8 @@ def verify_network(network: Network, expected: str) -> list[TensorResult]:
     check = Comparison(saved)
     notes = {name: "input" for name in saved.names if name.endswith("/input_ids")}
     notes |= {name: "input" for name in saved.names if name.endswith(("/patches", "/grid"))}
-    notes |= {name: "the draft module is not run" for name in saved.names if "/draft_" in name}
+    if network.drafts is None:
+        notes |= {name: "the draft module is not loaded" for name in saved.names if "/draft_" in name}
     sections = sorted(
         {name.partition("/")[0] for name in saved.names if name.endswith("/input_ids")} - {"decode"}
     )
@@ -71,7 +80,22 @@ def _verify_prompt(network: Network, saved: SavedTensors, check: Comparison, sec
     check.add(f"{section}/next", last.argmax().unsqueeze(0))
     _compare_state(network, memory, seq, check, section)
     for number in range(len(steps)):
-        check.add("decode/logits", network.decode(memory, [seq]), number)
+        logits = network.decode(memory, [seq])
+        check.add("decode/logits", logits, number)
+        if network.drafts is not None:
+            _compare_drafts(network, memory, seq, int(logits.argmax()), check, number)
+
+
+def _compare_drafts(
+    network: Network, memory: KVMemory, seq: SequenceState, token: int, check: Comparison, number: int
+) -> None:
+    """What the draft stages propose after greedy `token`."""
+    block = replace(seq, ids=[*seq.ids[: seq.length], token])
+    proposed = network.propose(memory, [block])
+    ids = torch.cat((torch.tensor([token]), proposed.tokens[0].cpu()))
+    check.add("decode/draft_ids", ids.unsqueeze(0), number)
+    check.add("decode/draft_logits", proposed.logits.to(torch.bfloat16), number)  # saved in half precision
+    check.add("decode/draft_confidence", proposed.confidence, number)
 
 
 def _run_observed(
@@ -95,8 +119,11 @@ def _run_observed(
             check.add(f"{section}/{name}", value, start)
 
         step = Step(memory, network.config, [(seq, start, end)])
+        taps: list[torch.Tensor] | None = None if network.drafts is None else []
         streams, pre = text.embed(step, features)
-        streams, pre = text.run(streams, pre, step, range(network.config.layers), observe=observe)
+        streams, pre = text.run(streams, pre, step, range(network.config.layers), observe=observe, taps=taps)
+        if network.drafts is not None and taps:
+            network.drafts.rings.write_step(step, taps)
         logits = text.logits(streams, pre, observe)
         check.add(f"{section}/logits", logits, start)
         seq.length = end

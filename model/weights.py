@@ -11,12 +11,13 @@ from cedar.kernels.fp8 import expand_fp8_blocks
 from cedar.kernels.rope import YarnParams, rope_frequencies
 from cedar.kvstore.layout import PageLayout
 from cedar.model.attention import Attention
-from cedar.model.block import Layer, StreamMix
+from cedar.model.block import Layer
 from cedar.model.checkpoint import Checkpoint
 from cedar.model.config import ModelConfig
 from cedar.model.dense import Dense, ExpansionBudget, Experts, Plain
 from cedar.model.engram import EngramLayer
 from cedar.model.moe import MixtureOfExperts
+from cedar.model.residual import StreamMix
 from cedar.model.schedule import LayerMode, LayerPlan
 from cedar.model.sources import Compressor, Indexer, SourcePages
 from cedar.model.tensors import TensorSpec
@@ -86,6 +87,20 @@ class LayerBuilder:
         """One tensor, once."""
         return self._tensors.pop(name)
 
+    def look(self, name: str) -> torch.Tensor:
+        """One tensor that is taken again later."""
+        return self._tensors[name]
+
+    @property
+    def plain_freqs(self) -> torch.Tensor:
+        """RoPE frequencies fp32 [R/2] of layers without global entries."""
+        return self._plain_freqs
+
+    @property
+    def budget(self) -> ExpansionBudget:
+        """What may still be kept expanded."""
+        return self._budget
+
     def plain(self, name: str) -> Plain:
         """A bf16 matrix."""
         return Plain.of(self.take(name), self._budget)
@@ -96,9 +111,12 @@ class LayerBuilder:
         scale = torch.cat([self.take(f"{stem}.scale") for stem in stems])
         return Dense.of(weight.view(torch.float8_e4m3fn), scale, self._budget)
 
-    def layer(self, plan: LayerPlan) -> Layer:
-        """Layer `plan.layer`. Layers must be built in order: tails are numbered as sources come."""
-        prefix = f"layers.{plan.layer}."
+    def layer(self, plan: LayerPlan, prefix: str = "", per_token: int = 0) -> Layer:
+        """Layer `plan.layer`. Layers must be built in order: tails are numbered as sources come.
+
+        `prefix` and `per_token` (experts a token) are a draft stage's own.
+        """
+        prefix = prefix or f"layers.{plan.layer}."
         return Layer(
             plan=plan,
             eps=self._config.rms_norm_eps,
@@ -107,7 +125,7 @@ class LayerBuilder:
             attention=self._attention(f"{prefix}attn.", plan),
             ffn_mix=self._mix(f"{prefix}hc_ffn"),
             ffn_norm=self.take(f"{prefix}ffn_norm.weight"),
-            moe=self._moe(f"{prefix}ffn."),
+            moe=self._moe(f"{prefix}ffn.", per_token or self._config.experts_per_token),
             engram=self._engram(f"{prefix}engram.") if plan.has_engram else None,
         )
 
@@ -185,7 +203,7 @@ class LayerBuilder:
             freqs=freqs,
         )
 
-    def _moe(self, prefix: str) -> MixtureOfExperts:
+    def _moe(self, prefix: str, per_token: int) -> MixtureOfExperts:
         config = self._config
         w1, w3, w2 = (
             (self.take(f"{prefix}experts.{name}.weight"), self.take(f"{prefix}experts.{name}.scale"))
@@ -198,7 +216,7 @@ class LayerBuilder:
             experts=Experts.of(w1, w3, w2, self._budget),
             shared_in=self.dense(f"{prefix}shared_experts.w1", f"{prefix}shared_experts.w3"),
             shared_out=self.dense(f"{prefix}shared_experts.w2"),
-            per_token=config.experts_per_token,
+            per_token=per_token,
             routed_scale=config.routed_scaling_factor,
             limit=config.swiglu_limit,
         )

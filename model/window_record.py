@@ -9,6 +9,10 @@ process.
     header | rings [L, min(n, W), D + D/32] oldest first | for every source with m > 1: kv, gate fp32 [n mod
     m, D]
            | for every plane of the unsealed page: its rows so far
+           | draft rings [stages, min(n - draft start, W), D + D/32] oldest first
+
+Draft rings are missing (draft start n) where the writer drafts nothing, and are ignored where the reader does
+not: they decide how many proposals are accepted, never a token.
 
 The header carries the model's fingerprint, every dimension and a CRC-32 of the body. All numbers are little
 endian.
@@ -27,9 +31,9 @@ from cedar.model.errors import InputError, RecordError
 from cedar.model.network import Network
 from cedar.model.state import KVMemory, SequenceState, check_sequence, tailed_ratios
 
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
 _MAGIC: Final = b"cedarWIN"
-_HEADER: Final = struct.Struct("<8sH2x32s32sQQQQI")  # magic to checksum, as `WindowHeader` lists them
+_HEADER: Final = struct.Struct("<8sH2x32s32sQQQQQI")  # magic to checksum, as `WindowHeader` lists them
 _LIMIT: Final = 1 << 40
 
 
@@ -42,6 +46,7 @@ class WindowHeader:
     length: int
     encoder_start: int
     decoder_start: int
+    draft_start: int
     body_bytes: int
     checksum: int
 
@@ -53,17 +58,17 @@ def read_header(record: bytes | memoryview) -> WindowHeader:
     """
     if len(record) < _HEADER.size:
         raise RecordError("length", len(record), f"at least {_HEADER.size} bytes")
-    magic, version, fingerprint, shape, length, encoder_start, decoder_start, body, checksum = (
+    magic, version, fingerprint, shape, length, encoder_start, decoder_start, draft_start, body, checksum = (
         _HEADER.unpack_from(record)
     )
     if magic != _MAGIC:
         raise RecordError("magic", magic, f"{_MAGIC!r}")
     if version != RECORD_VERSION:
         raise RecordError("version", version, f"{RECORD_VERSION}")
-    if not max(encoder_start, decoder_start) <= length <= _LIMIT or length == 0:
+    if not max(encoder_start, decoder_start, draft_start) <= length <= _LIMIT or length == 0:
         raise RecordError(
             "starts and length",
-            [encoder_start, decoder_start, length],
+            [encoder_start, decoder_start, draft_start, length],
             "starts at most length, length above 0",
         )
     return WindowHeader(
@@ -72,6 +77,7 @@ def read_header(record: bytes | memoryview) -> WindowHeader:
         length=length,
         encoder_start=encoder_start,
         decoder_start=decoder_start,
+        draft_start=draft_start,
         body_bytes=body,
         checksum=checksum,
     )
@@ -89,6 +95,11 @@ def export_window(network: Network, memory: KVMemory, seq: SequenceState) -> byt
         raise InputError("sequence", f"length {seq.length}", "finished: finish_prefill comes before a record")
     parts = [_ring_rows(network, memory, seq), *_tail_rows(network, memory, seq)]
     parts += [rows.flatten() for rows in _page_rows(network, memory, seq)]
+    draft_start = seq.length if network.drafts is None else seq.draft_start
+    if network.drafts is not None:
+        parts.append(
+            memory.draft_rings[seq.slot][:, _draft_slots(network, seq.length, draft_start)].flatten()
+        )
     body = torch.cat([part.cpu() for part in parts]).numpy().tobytes()
     header = _HEADER.pack(
         _MAGIC,
@@ -98,6 +109,7 @@ def export_window(network: Network, memory: KVMemory, seq: SequenceState) -> byt
         seq.length,
         seq.encoder_start,
         seq.decoder_start,
+        draft_start,
         len(body),
         zlib.crc32(body),
     )
@@ -130,7 +142,8 @@ def import_window(network: Network, memory: KVMemory, seq: SequenceState, record
     check_sequence(restored, header.length, memory, network.config, network.layout.page_tokens)
     reader = _Reader(body, memory.rings.device)
     rings, tails, pages = _targets(network, memory, restored)
-    expected = sum(target.numel() * target.element_size() for target in (rings, *tails, *pages))
+    drafts = _draft_rows(network, memory, header)
+    expected = sum(target.numel() * target.element_size() for target in (rings, *tails, *pages, drafts))
     if expected != len(body):
         raise RecordError("body", f"{len(body)} bytes", f"{expected} bytes at length {header.length}")
     ring_slots = _ring_slots(network, restored.length, memory.rings.device)
@@ -139,8 +152,12 @@ def import_window(network: Network, memory: KVMemory, seq: SequenceState, record
         target.copy_(reader.take(target))
     for target in pages:
         target.copy_(reader.take(target))
+    if network.drafts is not None:
+        draft_slots = _draft_slots(network, header.length, header.draft_start)
+        memory.draft_rings[seq.slot][:, draft_slots] = reader.take(drafts)
     seq.length, seq.write_from = header.length, 0
     seq.encoder_start, seq.decoder_start = header.encoder_start, header.decoder_start
+    seq.draft_start = header.draft_start
     seq.tail = seq.decoder_from = None
 
 
@@ -148,6 +165,19 @@ def _ring_slots(network: Network, length: int, device: torch.device) -> torch.Te
     """Ring slots int64 [min(n, W)] of the newest positions, oldest first."""
     window = network.config.window
     return torch.arange(max(0, length - window), length, device=device) % window
+
+
+def _draft_slots(network: Network, length: int, start: int) -> torch.Tensor:
+    """The same of a draft ring, int64 [min(n - draft start, W)]."""
+    window = network.config.window
+    return torch.arange(max(0, start, length - window), length, device=network.device) % window
+
+
+def _draft_rows(network: Network, memory: KVMemory, header: WindowHeader) -> torch.Tensor:
+    """A tensor shaped as the record's draft rings, whether this network drafts or not."""
+    stages = 0 if network.config.draft is None else network.config.draft.stages
+    rows = min(header.length - header.draft_start, network.config.window)
+    return memory.rings.new_empty((stages, rows, window_row_bytes(network.config.head_dim)))
 
 
 def _ring_rows(network: Network, memory: KVMemory, seq: SequenceState) -> torch.Tensor:

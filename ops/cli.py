@@ -16,7 +16,7 @@ COMMANDS = (serve, generate, status, stop, cache, model, config, eval, demo)
 
 EPILOG = """\
 a first session:
-  cedar serve -c local-cpu                        start a cluster here; Ctrl-C stops it
+  cedar serve                                     start a cluster here; Ctrl-C stops it
   cedar generate "What is this?" --image cat.png  in another terminal: ask it
   cedar status --watch                            see its workers work
 

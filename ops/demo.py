@@ -1,20 +1,24 @@
-"""The demonstration: one conversation of two turns through a whole cluster on this machine.
+"""The demonstration: questions with right and wrong answers, through a whole cluster on this machine.
 
-1. Start the ``local-cpu`` preset with one Encoder, one Prefill, two Decode workers, one store node.
-2. First turn: an image and a question, as a ``Conversation`` over gRPC. Tokens are printed as they come.
-3. Second turn: the token ids of the first turn, its answer and a new question. Ids rather than text,
-   since the gibberish of random weights does not survive being decoded to text and encoded again.
+1. Start the ``local-cpu`` preset, the built-in model, with one Encoder, one Prefill, two Decode workers, one
+   store node.
+2. A picture, drawn for the occasion, and what is in it.
+3. A long text that hides some facts, and a question about one of them; then, as the next turn of the same
+   conversation, about another: its prompt goes on from what is kept of the first.
 4. A table of what happened, and a clean end on every path.
+
+Questions and answers come from the generators that the model's evaluation uses, never from a list here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,21 +46,41 @@ OVERRIDES = (
     "decode.autoscaling.min=2",
     "store.nodes=1",
 )
-IMAGE_NAME = "image.png"
-SYSTEM = (
-    "You look at pictures with care. Say what is in them, how the parts lie to each other, and what you are "
-    "not sure of. Be brief and exact."
-)
-QUESTIONS = ("What is in this picture?", "And what else?")
-TEMPERATURE = 0.8
+TEXT_TOKENS = 1200
+FACTS = 3
+SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing to ask. ``answer`` is None when nobody knows it; ``follows``: it is a next turn."""
+
+    title: str
+    text: str
+    answer: str | None
+    image: bytes | None = None
+    follows: bool = False
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question and what came back."""
+
+    question: Question
+    reply: Reply
+
+    @property
+    def right(self) -> bool | None:
+        """Whether it is the right answer; None when nobody knows."""
+        return None if self.question.answer is None else self.reply.text.strip() == self.question.answer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the table is made of. ``started_s``, ``total_s``: from the command's start."""
+    """What the table is made of. ``started_s``: from the command's start."""
 
     model: generation_pb2.GetModelResponse
-    replies: tuple[Reply, ...]
+    answered: tuple[Answered, ...]
     started_s: float
 
 
@@ -66,11 +90,10 @@ def run_demo(*, image: Path | None, max_tokens: int, seed: int) -> Exit:
     from cedar.cluster.config_load import load_config
 
     config = load_config(PRESET, OVERRIDES)
-    picture = read_picture(config, image)
+    asked = questions(config, None if image is None else image.read_bytes(), seed)
     print(
-        "Cedar's demo: one Encoder, one Prefill, two Decode workers and a store node on this machine,\n"
-        "with the small test checkpoint. Its weights are random, so what it says is gibberish; the way that\n"
-        "the tokens take is the real one.\n",
+        "Cedar's demo: one Encoder, one Prefill, two Decode workers and a store node on this machine, with\n"
+        "the built-in model: the whole architecture at small width, trained on generated tasks alone.\n",
         flush=True,
     )
     with interrupt_on_sigterm():
@@ -78,22 +101,42 @@ def run_demo(*, image: Path | None, max_tokens: int, seed: int) -> Exit:
         try:
             started_s = time.monotonic() - began
             print(f"\nserving on {cluster.address} after {started_s:.1f} s\n", flush=True)
-            outcome = asyncio.run(converse(config, cluster.address, picture, max_tokens, seed, started_s))
+            outcome = asyncio.run(converse(cluster.address, asked, max_tokens, started_s))
             console().print(report(outcome))
+            print(f"{verdict(outcome)}; {drafted(cluster)}", flush=True)
         finally:
             shut_down(cluster)
     print(f"done in {time.monotonic() - began:.1f} s; nothing is left running", flush=True)
-    return Exit.FAILED if any(reply.failed for reply in outcome.replies) else Exit.OK
+    return Exit.FAILED if any(answered.reply.failed for answered in outcome.answered) else Exit.OK
 
 
-def read_picture(config: ClusterConfig, image: Path | None) -> bytes:
-    """The image to ask about. The checkpoint brings one; only a source tree has the checkpoint."""
-    checkpoint = Path(config.model.path)
-    if not (checkpoint / "config.json").exists():
-        raise CommandError(
-            f"the demo's small checkpoint is not at {checkpoint}: run `make demo` in a source tree"
-        )
-    return (image or checkpoint / IMAGE_NAME).read_bytes()
+def questions(config: ClusterConfig, picture: bytes | None, seed: int) -> list[Question]:
+    """What is asked, the same for the same seed: about a picture, and twice about a long text.
+
+    ``picture``: the user's own, of which no right answer is known. Raises ``CommandError``.
+    """
+    from cedar.model.storage import Storage
+    from cedar.model.tokenizer import Tokenizer
+    from cedar.training.conversations import recall_conversation
+    from cedar.training.image_tasks import figure_turn
+    from cedar.training.tokenization import WordEncoder
+
+    from .endpoint_eval import png
+
+    if not (Path(config.model.path) / "config.json").exists():
+        where = f"the built-in model is not at {config.model.path}"
+        raise CommandError(f"{where}: the installation is incomplete")
+    rng = random.Random(seed)
+    figure = figure_turn(rng, held_out=True)
+    measure = WordEncoder(Tokenizer.load(Storage(config.model.path)).backend).measure
+    first, second = recall_conversation(rng, TEXT_TOKENS, FACTS, 2, measure)
+    return [
+        Question("a picture", figure.question, figure.answer, png(figure.images[0]))
+        if picture is None
+        else Question("your picture", figure.question, None, picture),
+        Question("a long text", first.question, first.answer),
+        Question("a second turn", second.question, second.answer, follows=True),
+    ]
 
 
 def start(config: ClusterConfig) -> RunningCluster:
@@ -108,68 +151,72 @@ def start(config: ClusterConfig) -> RunningCluster:
 def shut_down(cluster: RunningCluster) -> None:
     """Stop the cluster; a second Ctrl-C does not cut the cleaning short."""
     began = time.monotonic()
-    print("\nshutting down ...", flush=True)
     with interrupts_ignored():
+        print("\nshutting down ...", flush=True)
         cluster.stop()
     print(f"shut down in {time.monotonic() - began:.1f} s", flush=True)
 
 
-async def converse(
-    config: ClusterConfig, address: str, picture: bytes, max_tokens: int, seed: int, started_s: float
-) -> Outcome:
-    """Both turns, printed as they stream."""
+async def converse(address: str, asked: list[Question], max_tokens: int, started_s: float) -> Outcome:
+    """All questions, answers printed as they stream. A next turn carries what was really said before it."""
     from cedar.cluster.client import GenerationClient
 
     async with GenerationClient(address) as client:
         model = await client.get_model()
-    sampling = common_pb2.SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=max_tokens)
-    turns = [Turn("system", (SYSTEM,)), Turn("user", (picture, QUESTIONS[0]))]
-    first = generation_pb2.GenerateRequest(
-        conversation=conversation_message(turns, thinking=False), sampling=sampling
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens)
+    turns: list[Turn] = []
+    answered = []
+    for number, question in enumerate(asked, 1):
+        if not question.follows:
+            turns = []
+        parts = (question.text,) if question.image is None else (question.image, question.text)
+        turns.append(Turn("user", parts))
+        request = generation_pb2.GenerateRequest(
+            conversation=conversation_message(turns, thinking=False), sampling=sampling
+        )
+        print(f"{number}. {question.title}: {shortened(question)}\n  > ", end="", flush=True)
+        said = Answered(question, await stream_reply(request, address, sys.stdout))
+        turns.append(Turn("assistant", (said.reply.text,)))
+        answered.append(said)
+        print(f"  {judged(said)}\n  {said.reply.summary()}\n", flush=True)
+    return Outcome(model, tuple(answered), started_s)
+
+
+def shortened(question: Question) -> str:
+    """A question as it is shown: of a long text the beginning and the end."""
+    text = question.text
+    if len(text) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    return text if question.image is None else f"(an image of {size(len(question.image))}) {text}"
+
+
+def judged(answered: Answered) -> str:
+    """Right or wrong, in words."""
+    if answered.right is None:
+        return "(your picture: no right answer is known)"
+    return "right" if answered.right else f"wrong, the right answer is: {answered.question.answer}"
+
+
+def verdict(outcome: Outcome) -> str:
+    """How many answers are right."""
+    known = [answered for answered in outcome.answered if answered.right is not None]
+    return f"{sum(bool(answered.right) for answered in known)} of {len(known)} answers are right"
+
+
+def drafted(cluster: RunningCluster) -> str:
+    """What the draft stages came to, in words."""
+    counters = [worker.status.counters for worker in cluster.status().workers if worker.status is not None]
+    proposed, accepted = (
+        sum(counts[name] for counts in counters if name in counts)
+        for name in ("draft_proposed", "draft_accepted")
     )
-    replies = [await ask(first, address, f"turn 1  (an image of {size(len(picture))}) {QUESTIONS[0]}")]
-    ids = second_turn_ids(config.model.path, picture, replies[0].ids)
-    second = generation_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=ids), images=[picture], sampling=sampling
-    )
-    replies.append(await ask(second, address, f"turn 2  {QUESTIONS[1]}"))
-    return Outcome(model, tuple(replies), started_s)
-
-
-async def ask(request: generation_pb2.GenerateRequest, address: str, title: str) -> Reply:
-    """Print the question, then the answer as it streams."""
-    print(f"{title}\n  > ", end="", flush=True)
-    reply = await stream_reply(request, address, sys.stdout)
-    print(f"  {reply.summary()}\n", flush=True)
-    return reply
-
-
-def second_turn_ids(checkpoint: str, picture: bytes, answer: Sequence[int]) -> list[int]:
-    """Prompt ids of the second turn: the first turn's, the answer's very ids, and the next question."""
-    from cedar.model.chat import ChatOptions, ImagePart, Message
-    from cedar.model.prompt import PromptFormat
-
-    prompts = PromptFormat.open(checkpoint)
-    options = ChatOptions(thinking=False)
-    asked = (
-        Message(role="system", content=(SYSTEM,)),
-        Message(role="user", content=(ImagePart(picture), QUESTIONS[0])),
-    )
-    opening = prompts.encode_chat(asked, options).ids
-    silent = Message(role="assistant", content=("",), reasoning="")
-    follow_up = Message(role="user", content=(QUESTIONS[1],))
-    whole = prompts.encode_chat([*asked, silent, follow_up], options).ids
-    rest = whole[len(opening) :]  # the end token, then the new question
-    said = list(answer[:-1]) if answer and answer[-1] == rest[0] else list(answer)
-    image = prompts.config.image_token_id
-    if image in said:  # random weights may say it; in a prompt it would announce a second image
-        said = said[: said.index(image)]
-    return [*opening, *said, *rest]
+    return f"of {proposed:.0f} drafted tokens {accepted:.0f} were accepted"
 
 
 def report(outcome: Outcome) -> Table:
-    """The closing table: one column a turn."""
-    ends = [reply.finished for reply in outcome.replies if reply.finished is not None]
+    """The closing table: one column a question."""
+    ends = [a.reply.finished for a in outcome.answered if a.reply.finished is not None]
     rows: list[tuple[str, ...]] = []
 
     def row(name: str, value: Callable[[generation_pb2.Finished], object]) -> None:
@@ -201,7 +248,8 @@ def report(outcome: Outcome) -> Table:
         f"{model.name}: {model.bytes_per_token:g} bytes of packed KV a token; "
         f"a page is {model.page_tokens} tokens, {size(model.page_bytes)}"
     )
-    return table(title, ("", *[f"turn {n}" for n in range(1, len(ends) + 1)]), rows, "lrr")
+    titles = [a.question.title for a in outcome.answered if a.reply.finished is not None]
+    return table(title, ("", *titles), rows, "l" + "r" * len(titles))
 
 
 def window_state(end: generation_pb2.Finished) -> str:

@@ -102,7 +102,7 @@ async def stream_reply(
                 await asyncio.wait_for(client.cancel(request.request_id), CANCEL_TIMEOUT_S)
             raise
         except grpc.aio.AioRpcError as error:
-            raise _explained(error, address) from None
+            raise explained(error, address) from None
         finally:
             if reply.text and not as_json:
                 out.write("\n")
@@ -139,7 +139,8 @@ def _take(event: generation_pb2.GenerateResponse, reply: Reply, out: TextIO, *, 
         emit_json({"event": kind, **record}, out)
 
 
-def _explained(error: grpc.aio.AioRpcError, address: str) -> CommandError:
+def explained(error: grpc.aio.AioRpcError, address: str) -> CommandError:
+    """What a failed call means to the user of a command."""
     code = error.code()
     detail = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE:

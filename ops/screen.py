@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from .exits import CommandError, Exit
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 
@@ -54,6 +58,21 @@ def count(number: float) -> str:
 def seconds(value: float) -> str:
     """A duration: milliseconds below one second."""
     return f"{value * 1000:,.1f} ms" if value < 1 else f"{value:,.2f} s"
+
+
+def redraw(view: Callable[[], RenderableType], every_s: float) -> Exit:
+    """Show what ``view`` gives, again every so many seconds, until interrupted. CommandError: not above 0."""
+    if not every_s > 0:
+        raise CommandError(f"--watch: {every_s} is not above 0 seconds")
+    from rich.live import Live
+
+    try:
+        with Live(console=console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
+            while True:
+                live.update(view(), refresh=True)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        return Exit.OK
 
 
 def printable(text: str) -> str:

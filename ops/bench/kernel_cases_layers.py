@@ -23,9 +23,9 @@ from cedar.kernels import (
 from cedar.kernels.compress_triton import pack_fp4, write_entries, write_window
 from cedar.kernels.engram_gate_triton import engram_gate
 from cedar.kernels.experts_triton import grouped_experts
-from cedar.kernels.linear_triton import grouped_output, linear_bf16, linear_fp8
-from cedar.kernels.mhc_triton import boundary, mix
-from cedar.kernels.router_triton import select
+from cedar.kernels.linear_triton import grouped_output, linear_fp8
+from cedar.kernels.mhc_triton import boundary, mix, sublayer
+from cedar.kernels.router_triton import route
 from cedar.ops.bench.kernel_cases_attention import rope_table
 from cedar.ops.bench.kernel_timing import Case, relative_error
 
@@ -205,10 +205,6 @@ def cache_cases() -> Iterator[Case]:
         )
 
 
-def _route(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return select(linear_bf16(x, weight, torch.float32), bias, CHOSEN, 1.5)
-
-
 def _gate_error(call: tuple[Any, ...]) -> float:
     return relative_error(engram_gate(*call), engram_gate_ref.engram_gate(*call))
 
@@ -228,6 +224,7 @@ def small_cases() -> Iterator[Case]:
     fn = torch.randn(24, 4 * WIDTH, device="cuda") * 0.01
     scale, base = torch.rand(3, device="cuda"), torch.randn(24, device="cuda")
     norm = (torch.rand(WIDTH, device="cuda").to(torch.bfloat16), 1e-20)
+    mixer = (fn, scale, base, 1e-20, 1e-6, 20)
     for tokens in (1, 64, 4096):
         x = torch.randn(tokens, 4, WIDTH, device="cuda", dtype=torch.bfloat16)
         y = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -248,6 +245,27 @@ def small_cases() -> Iterator[Case]:
             assert row is not None
             return float((new != truth).sum() + (row != rows).sum()) / new.numel()
 
+        def check_sublayer(
+            x: torch.Tensor = x, y: torch.Tensor = y, mixes: tuple[Any, ...] = (pre, post, comb)
+        ) -> float:
+            pre, post, comb = mixes
+            new, row, mixed = sublayer(x, (y, post, comb), pre, norm, mixer)
+            truth = mhc_ref.expand(x, y, post, comb)
+            rows = norm_ref.rms_norm(mhc_ref.collapse(truth, pre), *norm)
+            wrong = float((new != truth).sum() + (row != rows).sum())
+            wanted = mhc_ref.mix(truth, *mixer)
+            return wrong + max(relative_error(a, b) for a, b in zip(mixed, wanted, strict=True))
+
+        yield Case(
+            operation="mHC boundary with mix",
+            shape=f"{tokens} tokens",
+            runs=[partial(sublayer, x, (y, post, comb), pre, norm, mixer)],
+            bytes=tokens * (8 * WIDTH + 2 * WIDTH) * 2.0 + fn.numel() * 4,
+            flops=tokens * 48.0 * 4 * WIDTH,
+            check=check_sublayer,
+            tolerance=1e-5,
+            target="one launch" if tokens < 4096 else "60 % of bandwidth",
+        )
         yield Case(
             operation="mHC mix",
             shape=f"{tokens} tokens",
@@ -269,7 +287,7 @@ def small_cases() -> Iterator[Case]:
         bias = torch.randn(EXPERTS, device="cuda") * 0.05
 
         def check_route(y: torch.Tensor = y, gate: torch.Tensor = gate, bias: torch.Tensor = bias) -> float:
-            ids, weights = _route(y, gate, bias)
+            ids, weights = route(y, gate, bias, CHOSEN, 1.5)
             truth_ids, truth = router_ref.route(y, gate, bias, CHOSEN, 1.5)
             same = (ids == truth_ids).all(1)
             return float(1 - same.float().mean()) + float((weights - truth)[same].abs().max())
@@ -277,7 +295,7 @@ def small_cases() -> Iterator[Case]:
         yield Case(
             operation="router",
             shape=f"{tokens} tokens",
-            runs=[partial(_route, y, gate, bias)],
+            runs=[partial(route, y, gate, bias, CHOSEN, 1.5)],
             bytes=tokens * WIDTH * 2.0 + gate.numel() * 2,
             flops=tokens * 2.0 * EXPERTS * WIDTH,
             check=check_route,

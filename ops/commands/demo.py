@@ -1,4 +1,4 @@
-"""``cedar demo``: a cluster on this machine, two turns of a conversation with an image, a table."""
+"""``cedar demo``: a cluster on this machine, a picture, a long text and a second turn, a table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 EXAMPLES = """\
-Starts one Encoder, one Prefill, two Decode workers and one store node, sends a prompt with an image over
-gRPC, prints the tokens as they stream, sends the second turn of the same conversation, and ends with a
-table. Then everything is shut down; nothing is left behind. Ctrl-C does the same early.
+Starts one Encoder, one Prefill, two Decode workers and one store node with the built-in model, asks over gRPC
+about a picture and about a long text, prints the answers as they stream and whether they are right, asks a
+second question about the text, and ends with a table. Then everything is shut down; nothing is left behind.
+Ctrl-C does the same early.
 """
 
 
@@ -27,11 +28,9 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="your own picture (default: the checkpoint's)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="tokens a turn (default: 24)")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="default: 7")
+    parser.add_argument("--image", type=Path, metavar="FILE", help="your own picture (default: one is drawn)")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens a turn (default: 64)")
+    parser.add_argument("--seed", type=int, default=7, metavar="N", help="other questions (default: 7)")
     parser.set_defaults(run=run)
 
 

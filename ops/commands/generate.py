@@ -81,6 +81,11 @@ def add_target(group: argparse._ArgumentGroup) -> None:
     """Add the options that say which cluster is meant."""
     group.add_argument("--address", metavar="HOST:PORT", help="a gateway, here or elsewhere")
     group.add_argument("--cluster", metavar="NAME", help="a cluster started here (default: the only one)")
+    add_key(group)
+
+
+def add_key(group: argparse._ArgumentGroup) -> None:
+    """Add the option that says who asks."""
     group.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file whose first line is the API key"
     )

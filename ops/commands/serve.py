@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
     from cedar.cluster.launch import RunningCluster
 
+DEFAULT_PRESET = "local-cpu"
 EXAMPLES = """\
 examples:
-  cedar serve -c local-cpu                  the preset for one machine without a GPU
+  cedar serve                               the preset local-cpu: the built-in model on this machine
   cedar serve -c my.yaml --name staging     your own file; start it with `cedar config show local-cpu`
   cedar serve -c one-node-8gpu --set model.path=/models/flash --set gateway.port=6000
 
@@ -44,7 +45,11 @@ def add(verbs: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add ``-c`` and ``--set``."""
     parser.add_argument(
-        "-c", "--config", required=True, metavar="PRESET|FILE", help="a preset's name or a YAML file"
+        "-c",
+        "--config",
+        default=DEFAULT_PRESET,
+        metavar="PRESET|FILE",
+        help=f"a preset's name or a YAML file (default: {DEFAULT_PRESET})",
     )
     parser.add_argument(
         "--set",

@@ -7,13 +7,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..exits import CommandError, Exit
+from ..exits import Exit
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from cedar.cluster.remote import ClusterStatus
-    from cedar.cluster.state_file import ClusterState
+    from cedar.v1.stages_pb2 import WorkerStatus
     from google.protobuf.message import Message
     from rich.console import Group
 
@@ -54,9 +54,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from ..screen import console, emit_json
 
     if arguments.watch is not None:
-        if arguments.watch <= 0:
-            raise CommandError(f"--watch: {arguments.watch} is not above 0 seconds")
-        return watch(find(arguments.cluster), arguments.watch)
+        return watch(arguments.cluster, arguments.watch)
     found = status(find(arguments.cluster))
     if arguments.json:
         emit_json(as_record(found), sys.stdout)
@@ -65,22 +63,14 @@ def run(arguments: argparse.Namespace) -> Exit:
     return Exit.FAILED if any(worker.error for worker in found.workers) else Exit.OK
 
 
-def watch(state: ClusterState, every_s: float) -> Exit:
+def watch(cluster: str | None, every_s: float) -> Exit:
     """Redraw until interrupted, or until the cluster's owner is gone."""
     from cedar.cluster.remote import status
     from cedar.cluster.state_file import find
-    from rich.live import Live
 
-    from ..screen import console
+    from ..screen import redraw
 
-    try:
-        with Live(console=console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
-            while True:
-                state = find(state.name)
-                live.update(as_tables(status(state)), refresh=True)
-                time.sleep(every_s)
-    except KeyboardInterrupt:
-        return Exit.OK
+    return redraw(lambda: as_tables(status(find(cluster))), every_s)
 
 
 def as_record(found: ClusterStatus) -> dict[str, object]:
@@ -134,7 +124,7 @@ def as_tables(found: ClusterStatus) -> Group:
         entry, status = worker.entry, worker.status
         row: list[object] = [entry.stage, entry.address, entry.pid]
         if status is None:
-            row += ["", "", "", "", worker.error or "ok"]
+            row += ["", "", "", "", "", worker.error or "ok"]
         else:
             state = worker.error or ("draining" if status.draining else "ok")
             pages = (
@@ -143,10 +133,13 @@ def as_tables(found: ClusterStatus) -> Group:
                 else ""
             )
             slots = f"{status.slots_leased}/{status.slots_total}" if status.slots_total else ""
-            row += [status.active, status.queued, pages, slots, state]
+            row += [status.active, status.queued, pages, slots, drafts(status), state]
         rows.append(row)
-    columns = ("stage", "address", "pid", "active", "queued", "pages used+kept/all", "slots", "state")
-    parts = [table(title, columns, rows, "llrrrrrl")]
+    columns = (
+        "stage", "address", "pid", "active", "queued", "pages used+kept/all", "slots",
+        "drafts accepted/all", "state",
+    )  # fmt: skip
+    parts = [table(title, columns, rows, "llrrrrrrl")]
     stores = [worker for worker in found.workers if worker.store]
     if stores:
         answers = [worker.store or {} for worker in stores]
@@ -160,6 +153,13 @@ def as_tables(found: ClusterStatus) -> Group:
         nodes = ("counter", *(worker.entry.address for worker in stores))
         parts.append(table("store", nodes, shown, "l" + "r" * len(stores)))
     return Group(*parts)
+
+
+def drafts(status: WorkerStatus) -> str:
+    """Proposed tokens that the backbone agreed with, of all; empty where nothing is drafted."""
+    if "draft_proposed" not in status.counters:
+        return ""
+    return f"{status.counters['draft_accepted']:.0f}/{status.counters['draft_proposed']:.0f}"
 
 
 def _shown(name: str, value: float) -> str:

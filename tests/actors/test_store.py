@@ -73,13 +73,13 @@ async def test_pages_after_a_replay_are_shared_unless_the_config_isolates_them(
     rig: Any, single: Any, prompt: Any, share: bool
 ) -> None:
     ids = prompt(23, 75)
-    longer = [*ids, *prompt(24, 60)]
+    longer = [*ids, *prompt(24, 80)]  # its decoding seals a page after five tokens
     settings = {"share_replayed_pages": share}
     async with rig(store=True, prefill=settings, decode=settings) as cluster:
         await cluster.generate(cluster.request(ids, 2))
-        reply = await cluster.generate(cluster.request(longer, 40, hit_pages=2))
+        reply = await cluster.generate(cluster.request(longer, 8, hit_pages=2))
         assert reply.sources.replayed_tokens == 16
-        assert reply.ids == single.replayed(longer, 2, 40)
+        assert reply.ids == single.replayed(longer, 2, 8)
         assert reply.done.traffic.pages_sealed == 2
         assert reply.end.pages_sealed == 1
         stored = reply.done.traffic.pages_stored, reply.end.pages_stored

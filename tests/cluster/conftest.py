@@ -8,7 +8,8 @@ import pytest_asyncio
 from cedar.actors.prompts import PromptTools
 from cedar.cluster.client import GenerationClient
 
-from .in_process import GOLDEN, PAGE_TOKENS, Stack, idle, local_config, running
+from .golden_preset import GOLDEN, PAGE_TOKENS
+from .in_process import Stack, idle, local_config, running
 from .ray_cluster import RayCluster
 from .single_process import SingleProcess
 

@@ -37,27 +37,27 @@ from cedar.model import load_network
 from cedar.model.network import Network
 from cedar.v1 import generation_pb2 as pb
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
+from .golden_preset import GOLDEN, GOLDEN_SETTINGS, PAGE_TOKENS
+
 IMAGE = (GOLDEN / "image.png").read_bytes()
 HOST = "127.0.0.1"
-PAGE_TOKENS = 32
 
 
 def local_config(*overrides: str) -> ClusterConfig:
-    """The local preset on a free port, with short waits."""
+    """The local preset with the golden checkpoint, on a free port, with short waits."""
     short = (
         "gateway.port=0",
         "directory.heartbeat_s=0.1",
         "directory.expire_after_s=1",
         "directory.poll_s=0.05",
     )
-    return load_config("local-cpu", [*short, *overrides])
+    return load_config("local-cpu", [*GOLDEN_SETTINGS, *short, *overrides])
 
 
 @functools.cache
-def network() -> Network:
+def network(path: str = str(GOLDEN), page_tokens: int = PAGE_TOKENS, drafting: bool = False) -> Network:
     """The workers of all stacks share one: its weights are read only."""
-    return load_network(str(GOLDEN), page_tokens=PAGE_TOKENS)
+    return load_network(path, page_tokens=page_tokens, drafting=drafting)
 
 
 class Stack:
@@ -66,9 +66,11 @@ class Stack:
     def __init__(self, config: ClusterConfig, store_directory: Path) -> None:
         self.config = config
         self.directory = LocalDirectory(config.directory.expire_after_s)
-        self.encoder = EncoderWorker(encoder_config(config, HOST), network=network())
-        self.prefills = [PrefillWorker(prefill_config(config, HOST), network=network())]
-        self.decode = [DecodeWorker(decode_config(config, HOST), network=network()) for _ in range(2)]
+        assert config.model.page_tokens is not None
+        self.network = network(config.model.path, config.model.page_tokens, config.decode.drafting)
+        self.encoder = EncoderWorker(encoder_config(config, HOST), network=self.network)
+        self.prefills = [PrefillWorker(prefill_config(config, HOST), network=self.network)]
+        self.decode = [DecodeWorker(decode_config(config, HOST), network=self.network) for _ in range(2)]
         self.membership = StoreMembership(config, str(store_directory), HOST)
         self._store_directory = store_directory
         self.stores: list[StoreNode] = []
@@ -134,7 +136,7 @@ class Stack:
         await self.announce(lambda: describe(worker.status(), worker.address), moved)
 
     async def add_prefill(self) -> None:
-        self.prefills.append(PrefillWorker(prefill_config(self.config, HOST), network=network()))
+        self.prefills.append(PrefillWorker(prefill_config(self.config, HOST), network=self.network))
         await self.start_worker(self.prefills[-1])
         while len(self.gateway.fleet.view.stage("prefill")) < len(self.prefills):
             await asyncio.sleep(0.01)

@@ -1,4 +1,6 @@
-"""A real cluster on a real local Ray, in a process of its own, as ``cedar serve`` runs it."""
+"""A real cluster of the golden checkpoint on a real local Ray, in a process of its own, as ``cedar serve``
+runs it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from cedar.cluster.processes import of_session
 from cedar.cluster.remote import ClusterStatus, WorkerReport
 from cedar.cluster.state_file import ClusterState
 
+from .golden_preset import GOLDEN_SETTINGS
+
 SCRIPT = Path(__file__).with_name("serve_script.py")
 NAME = "test"
 START_S = 170.0
@@ -30,7 +34,7 @@ class RayCluster:
         self.events: list[dict[str, Any]] = []
         self._log = (folder / "serve.log").open("w+")
         environment = {**os.environ, "CEDAR_STATE_DIR": str(folder / "state")}
-        command = [sys.executable, str(SCRIPT), NAME, "local-cpu", *overrides]
+        command = [sys.executable, str(SCRIPT), NAME, "local-cpu", *GOLDEN_SETTINGS, *overrides]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True
         )

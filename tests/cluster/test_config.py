@@ -9,6 +9,7 @@ from cedar.cluster.config import ClusterConfig, StageName
 from cedar.cluster.config_load import load_config, load_model_preset, parse_config, preset_source, presets
 from cedar.cluster.config_print import effective_yaml, json_schema, knobs, knobs_markdown
 from cedar.cluster.errors import ConfigError
+from cedar.cluster.model_check import check_model
 
 MINIMAL = {"model": {"path": "/m"}}
 
@@ -16,7 +17,8 @@ MINIMAL = {"model": {"path": "/m"}}
 @pytest.mark.parametrize("name", presets("clusters"))
 def test_cluster_presets_validate(name: str) -> None:
     config = load_config(name)
-    assert config.model.preset in presets("models")
+    assert config.model.preset is None or config.model.preset in presets("models")
+    assert check_model(config) is None or config.model.path.startswith("/models/")
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ async def collect_and(
     return seen
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-async def test_a_dead_decode_worker_is_a_pause(stack: Stack, client: Client, temperature: float) -> None:
-    request = ask(images=[IMAGE], sampling={"temperature": temperature, "seed": 11})
+async def test_a_dead_decode_worker_is_a_pause(stack: Stack, client: Client) -> None:
+    request = ask(images=[IMAGE], sampling={"temperature": 1.2, "seed": 11})
     await collect(client, request)  # from here on the prompt's pages are hits
     expected = tokens_of(await collect(client, request))
     seen = await collect_and(client, request, 9, stack.kill_decoding)
@@ -65,15 +64,6 @@ async def test_dying_after_the_last_token_leaves_a_whole_answer(stack: Stack, cl
         end = finished_of(await collect(client, ask()))
     assert (end.reason, end.completion_tokens) == (common.FINISH_REASON_LENGTH, 24)
     assert end.retries == 0
-
-
-async def test_a_cold_stream_resumes_with_the_same_tokens(tmp_path: Path) -> None:
-    request = ask(images=[IMAGE])
-    async with running(local_config(), tmp_path / "a") as stack, Client(stack.address, "key-a") as client:
-        expected = tokens_of(await collect(client, request))
-    async with running(local_config(), tmp_path / "b") as stack, Client(stack.address, "key-a") as client:
-        assert tokens_of(await collect_and(client, request, 10, stack.kill_decoding)) == expected
-        await idle(stack)
 
 
 async def test_a_draining_decode_worker_gives_its_streams_away(stack: Stack, client: Client) -> None:

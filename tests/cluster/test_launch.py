@@ -21,7 +21,7 @@ from cedar.cluster.ray_runtime import MAX_PARENT_CHARACTERS, local_cpus, session
 from cedar.cluster.state_file import ClusterState, WorkerEntry, process_started
 from cedar.cluster.worker_configs import decode_config, encoder_config, prefill_config, store_config
 
-from .in_process import GOLDEN
+from .golden_preset import GOLDEN, GOLDEN_SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_missing_or_other_checkpoint_is_told_before_anything_starts(tmp_path: 
     config["text_config"]["sliding_window"] = 32
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"text_config\.sliding_window is 32, not 16"):
-        check_checkpoint(load_config("local-cpu", [f"model.path={tmp_path}"]))
+        check_checkpoint(load_config("local-cpu", [*GOLDEN_SETTINGS, f"model.path={tmp_path}"]))
     check_checkpoint(load_config("local-cpu", [f"model.path={tmp_path}", "model.preset="]))
     check_checkpoint(load_config("local-cpu", ["model.path=s3://bucket/weights"]))
 
@@ -80,18 +80,26 @@ def test_a_missing_or_other_checkpoint_is_told_before_anything_starts(tmp_path: 
         (["model.path={folder}"], r"model\.path: .*a checkpoint folder with a config\.json is needed"),
         (["model.path={folder}/broken"], r"model\.path: .*not JSON"),
         (["model.path={folder}/list"], r"model\.path: .*a JSON object is needed, not list"),
+        (
+            ["model.path={folder}/undrafted", "model.preset=", "decode.drafting=true"],
+            r"decode\.drafting: true, but .*undrafted/config\.json: .*num_nextn_predict_layers",
+        ),
         (["model.path={folder}/empty", "model.preset="], r"model\.path: .*config\.json: \w+=.*must be "),
     ],
 )
 def test_an_impossible_model_is_refused_by_a_check_and_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
 ) -> None:
-    for name, content in (("broken", "{"), ("list", "[]"), ("empty", "{}")):
+    golden = json.loads((GOLDEN / "config.json").read_text())
+    text = golden["text_config"]
+    text["num_nextn_predict_layers"], text["compress_ratios"] = 0, text["compress_ratios"][:12]
+    contents = {"broken": "{", "list": "[]", "empty": "{}", "undrafted": json.dumps(golden)}
+    for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(content)
     monkeypatch.setattr("cedar.cluster.ray_runtime.RaySession.start", lambda *_, **__: pytest.fail("Ray"))
     overrides = [override.format(folder=tmp_path) for override in overrides]
-    config = load_config("local-cpu", ["gateway.port=0", *overrides])
+    config = load_config("local-cpu", [*GOLDEN_SETTINGS, "gateway.port=0", *overrides])
     with pytest.raises(ConfigError, match=said):
         check_model(config)
     with pytest.raises(ConfigError, match=said):
@@ -186,7 +194,11 @@ def test_settings_reach_the_workers() -> None:
     assert encoder_config(config, "h").max_queue == 5
     assert prefill_config(config, "h").chunk_pages == 3
     assert (decode_config(config, "h").pages, decode_config(config, "h").host) == (77, "h")
-    assert decode_config(config, "h").page_tokens == 32
+    assert decode_config(config, "h").page_tokens == prefill_config(config, "h").page_tokens == 256
+    for drafting in (True, False):  # Decode drafts only with what Prefill keeps for it
+        asked = load_config("local-cpu", [f"decode.drafting={drafting}", "decode.draft_confidence=0.7"])
+        assert decode_config(asked, "h").drafting is prefill_config(asked, "h").drafting is drafting
+        assert decode_config(asked, "h").draft_confidence == 0.7
     images = load_config(
         "local-cpu", ["gateway.max_image_bytes=25000000", "gateway.max_image_pixels=80000000"]
     )

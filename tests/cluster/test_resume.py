@@ -30,7 +30,7 @@ from .in_process import (
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-COUNT = 34
+COUNT = 22
 Ids = list[int]
 Prepare = Callable[[Stack, Client], Awaitable[pb.GenerateRequest]]
 
@@ -103,17 +103,24 @@ def forget_windows(stack: Stack) -> None:
 
 
 async def start_decode(stack: Stack) -> None:
-    worker = DecodeWorker(decode_config(stack.config, HOST), network=network())
+    worker = DecodeWorker(decode_config(stack.config, HOST), network=stack.network)
     stack.decode.append(worker)
     await stack.start_worker(worker)
 
 
 async def answer(
-    prepare: Prepare, folder: Path, deaths: tuple[int, ...], temperature: float = 1.1, *, forget: bool = False
+    prepare: Prepare,
+    folder: Path,
+    deaths: tuple[int, ...],
+    temperature: float = 1.1,
+    *,
+    forget: bool = False,
+    drafting: bool = False,
 ) -> tuple[list[Any], pb.Finished, common.PromptSources]:
     """Tokens with their log-probabilities; a Decode worker dies after each number of tokens in ``deaths``,
     and the store's window state with it if so asked."""
-    async with running(local_config(), folder) as stack, Client(stack.address, "key-a") as client:
+    config = local_config(f"decode.drafting={drafting}")
+    async with running(config, folder) as stack, Client(stack.address, "key-a") as client:
         request = await prepare(stack, client)
         request.sampling.temperature = temperature
         await start_decode(stack)
@@ -131,20 +138,23 @@ async def answer(
 
 
 @pytest.mark.parametrize(
-    ("prepare", "temperature"),
+    ("prepare", "temperature", "drafting"),
     [
-        pytest.param(cold(64), 1.1, id="cold, ends on a page"),
-        pytest.param(cold(9), 0.0, id="cold, shorter than the window"),
-        pytest.param(held_by_prefill(64), 1.1, id="in Prefill, wholly"),
-        pytest.param(held_by_the_store(120, 60), 1.1, id="in the store, replayed inside an image"),
-        pytest.param(second_turn(53, 3), 1.1, id="from a record at a page's end"),
-        pytest.param(second_turn(120, 40, 20), 1.1, id="from a record behind an image"),
+        pytest.param(cold(64, 20), 1.1, False, id="cold, behind an image, ends on a page"),
+        pytest.param(cold(9), 0.0, True, id="cold, shorter than the window, drafting"),
+        pytest.param(held_by_prefill(64), 1.1, False, id="in Prefill, wholly"),
+        pytest.param(held_by_the_store(120, 60), 1.1, False, id="in the store, replayed inside an image"),
+        pytest.param(second_turn(43, 3), 1.1, False, id="from a record at a page's end"),
+        pytest.param(second_turn(120, 40, 20), 1.1, True, id="from a record behind an image, drafting"),
     ],
 )
-async def test_two_deaths_change_nothing(prepare: Prepare, temperature: float, tmp_path: Path) -> None:
+async def test_two_deaths_change_nothing(
+    prepare: Prepare, temperature: float, drafting: bool, tmp_path: Path
+) -> None:
+    """Nor does drafting, which goes on when the stream is resumed."""
     expected, end, sources = await answer(prepare, tmp_path / "a", (), temperature)
     assert (len(expected), end.retries) == (COUNT, 0)
-    told, end, again = await answer(prepare, tmp_path / "b", (5, 20), temperature)
+    told, end, again = await answer(prepare, tmp_path / "b", (5, 14), temperature, drafting=drafting)
     assert again == sources, "both went the same way"
     assert told == expected
     assert end.retries >= 2

@@ -27,6 +27,12 @@ def network() -> Network:
 
 
 @pytest.fixture(scope="session")
+def drafting() -> Network:
+    """With the draft module."""
+    return load_network(GOLDEN, drafting=True)
+
+
+@pytest.fixture(scope="session")
 def expected() -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / "expected.safetensors")
 

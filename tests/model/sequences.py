@@ -11,10 +11,11 @@ LEFTOVER = 0xFF  # NaN as a payload and as a scale of every format
 
 def leftover_memory(network: Network, pages: int = 64, slots: int = 8) -> KVMemory:
     """Memory full of another life's leftovers, all NaN: a result that a foreign row reaches shows it."""
-    memory = KVMemory.allocate(network.config, network.layout, pages=pages, slots=slots, device="cpu")
+    memory = network.allocate(pages=pages, slots=slots)
     memory.pages.fill_(LEFTOVER)
     memory.rings.fill_(LEFTOVER)
     memory.tails.fill_(torch.nan)
+    memory.draft_rings.fill_(LEFTOVER)
     return memory
 
 
@@ -36,7 +37,7 @@ def run(
 
 def snapshot(memory: KVMemory) -> list[torch.Tensor]:
     """Copies of all its bits, to be compared after a call that must change none."""
-    return [part.view(torch.uint8).clone() for part in (memory.pages, memory.rings, memory.tails)]
+    return [part.view(torch.uint8).clone() for part in (memory.pages, memory.rings, memory.tails, memory.draft_rings)]
 
 
 def unchanged(memory: KVMemory, before: list[torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ from cedar.model.images import PreparedImage
 from cedar.model.inputs import image_spans
 from cedar.model.network import Network
 from cedar.model.state import ImageSpan, KVMemory, SequenceState
-from cedar.model.step import Span, Step
+from cedar.model.step import Span, Step, WindowPlan
 
 from .sequences import leftover_memory, run, sequence
 
@@ -234,10 +234,11 @@ class PlainWindow(Step):
 
     start: int
 
-    def write_window(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        return rows
+    def open_window(self, layer: int) -> WindowPlan:
+        row_bytes = self.memory.rings.shape[-1]
+        return WindowPlan(torch.empty(self.rows, row_bytes, dtype=torch.uint8), torch.arange(self.rows))
 
-    def close_window(self, layer: int, rows: torch.Tensor) -> None:
+    def close_window(self, layer: int, buffer: torch.Tensor) -> None:
         return None
 
     def window_rows(self, decoder: bool) -> torch.Tensor:

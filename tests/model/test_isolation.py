@@ -100,14 +100,19 @@ def test_no_window_row_of_a_chunk_is_overwritten_before_it_is_read(
     row_bytes = memory.rings.shape[-1]
     rows = torch.arange(40, dtype=torch.uint8).unsqueeze(1).expand(40, row_bytes).contiguous()
     before = memory.rings[2, 4].clone()
-    buffer = step.write_window(4, rows)
+    buffer, places, staging = step.open_window(4)
+    assert staging is not None
+    kept, moved = (staging.sources >= 0).nonzero()[:, 0], (staging.targets >= 0).nonzero()[:, 0]
+    buffer[kept] = staging.rings[staging.sources[kept]]
+    buffer[staging.saved[moved]] = staging.rings[staging.targets[moved]]
+    buffer[places] = rows
     assert torch.equal(memory.rings[2, 4], before)
     table = step.window_rows(decoder=False)
     for n, position in enumerate(range(20, 60)):
         for column, j in enumerate(range(position - 15, position + 1)):
             want = before[j % 16] if j < 20 else rows[j - 20]
             assert torch.equal(buffer[table[n, column]], want)
-    step.close_window(4, rows)
+    staging.rings[staging.targets[moved]] = rows[moved]
     assert [int(memory.rings[2, 4, j % 16, 0]) for j in range(44, 60)] == list(range(24, 40))
 
 

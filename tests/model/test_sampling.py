@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cedar.model import sampling
 from cedar.model.prompt_errors import LogitsError, SamplingError
 from cedar.model.sampling import SampledToken, SamplingParams, sample, sample_batch, uniform
 from hypothesis import given, settings
@@ -92,19 +91,11 @@ def test_a_batch_of_a_full_vocabulary_equals_its_members_alone():
     assert together == [sample(logits[i], params[i], i) for i in range(5)]
 
 
-@given(st.integers(0, 63), params_of_any_kind, st.integers(0, 1000), st.sampled_from([1, 2, 5, 39]))
-def test_ranking_few_candidates_first_changes_nothing(row, params, position, ranked):
-    whole = sample(LOGITS[row], params, position)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_RANKED", ranked)
-        assert sample(LOGITS[row], params, position) == whole
-
-
 def test_draws_are_the_same_everywhere():
     """Constants, so that another machine, library or release that differs fails here."""
-    assert uniform(0, 0) == 0.20619382673425934
-    assert uniform(2**64 - 1, 1_000_000) == 0.9407455284980621
-    assert uniform(7, 3, stream=1) == 0.8877931355295956
+    assert uniform(0, 0) == 0.8141616356902891
+    assert uniform(2**64 - 1, 1_000_000) == 0.43470129463121854
+    assert uniform(7, 3, stream=1) == 0.6977794377697213
 
 
 def test_draws_differ_by_seed_position_and_stream():

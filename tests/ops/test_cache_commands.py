@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import pytest
 from cedar.cluster import state_file
 from cedar.cluster.state_file import ClusterState, WorkerEntry
 from cedar.kvstore.client import StoreClient
+from cedar.kvstore.connect import connect
 from cedar.kvstore.header import seal_value
 from cedar.kvstore.keys import chain_keys, root_key, tenant_domain
 from cedar.ops import cli
+from cedar.ops.commands.cache_nodes import Target, add_target
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 SECRET = b"s" * 32
@@ -28,10 +32,10 @@ PAGE_TOKENS = 32
 class Node:
     """A node in a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *arguments: str) -> None:
         self.directory = directory
         command = [sys.executable, "-m", "cedar.kvstore.node", "--directory", str(directory)]
-        command += ["--capacity-gib", "0.25", "--reserve-mib", "1", "--window-mib", "8"]
+        command += ["--capacity-gib", "0.25", "--reserve-mib", "1", "--window-mib", "8", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         self.address = json.loads(self.process.stdout.readline())["address"]
@@ -108,7 +112,7 @@ def cedar(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def damage(node: Node, key: bytes) -> None:
     """Flip a byte of a page in the node's file."""
-    for path in node.directory.glob("segments/*/data.mdb"):
+    for path in node.directory.glob("segments/*/values.dat"):
         content = path.read_bytes()
         at = content.find(value_of(key))
         if at >= 0:
@@ -202,6 +206,79 @@ def test_cold_tier_there_and_back(node: Node, second: Node, tmp_path: Path, ceda
     assert (held(second, "acme"), held(second, "zeta")) == (6, 0)
 
 
+class Service(Node):
+    """A membership service in a process of its own."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "cedar.kvstore.membership_service", "--lease-s", "1.0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.address = json.loads(self.process.stdout.readline())["address"]
+
+
+def test_drain_hands_over(node: Node, tmp_path: Path, cedar: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cedar("drain", node.address, "--node", node.address)[0] != 0, "nobody would take over"
+    service = Service()
+    names = ("a", "b")
+    nodes = [Node(tmp_path / n, "--membership", service.address, "--node-id", n) for n in names]
+    both = [part for each in nodes for part in ("--node", each.address)]
+    keys = keys_of("acme", 64)
+
+    async def with_store(put: bool) -> int:
+        store = connect(f"membership://{service.address}")
+        give_up_s = time.monotonic() + 60
+        while put:  # until the nodes are listed, everything is refused
+            counts = await store.put_pages(keys, [value_of(key) for key in keys], tenant=b"t" * 32)
+            if counts.stored + counts.present == len(keys):
+                break
+            assert time.monotonic() < give_up_s, counts
+            await asyncio.sleep(0.1)
+        pages = (await store.match(root_key(b"form", FINGERPRINT, tenant_domain(SECRET, "acme")), keys)).pages
+        await store.close()
+        return pages
+
+    try:
+        assert asyncio.run(with_store(True)) == 64
+        assert cedar("drain", "nobody", *both)[0] == 2
+        code = cli.main(["cache", "drain", "b", *both, "--timeout", "30"])
+        told = capsys.readouterr()
+        assert code == 0, told
+        assert f"b at {nodes[1].address}: the others hold what it held" in told.out
+        assert "runs are waited for" in told.err
+        nodes[1].process.kill()
+        assert asyncio.run(with_store(False)) == 64
+        code, _ = cedar("drain", nodes[0].address, "--node", nodes[0].address, "--json")
+        assert code != 0, "the last one"
+    finally:
+        for each in (*nodes, service):
+            each.stop()
+
+
+def test_certificates_come_from_the_cluster_s_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cedar.cluster.config_load import load_config
+    from cedar.cluster.config_print import effective_yaml
+
+    monkeypatch.setenv("CEDAR_STATE_DIR", str(tmp_path / "state"))
+    files = {f"{name}_file": str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")}
+    config = load_config("local-cpu", [f"store.tls.{name}={path}" for name, path in files.items()])
+    entries = (WorkerEntry("store", "127.0.0.1:7", 1, 1),)
+    state_file.write(ClusterState("default", "127.0.0.1:1", 1, 0, 0.0, "", effective_yaml(config), entries))
+
+    def found(*arguments: str) -> Any:
+        parser = argparse.ArgumentParser()
+        add_target(parser)
+        return Target.find(parser.parse_args(arguments)).tls
+
+    tls = found()
+    assert tls is not None
+    assert {name: str(getattr(tls, name)) for name in files} == files
+    other = found("--tls", "a", "b", "c")
+    assert str(other.certificate_file) == "b", "what is said on the command line wins"
+    assert found("--node", "127.0.0.1:7") is None
+
+
 def test_purge_needs_a_yes_and_removes_windows(node: Node, cedar: Any) -> None:
     fill(node, "acme", "zeta")
     domain = tenant_domain(SECRET, "acme").hex()
@@ -234,7 +311,7 @@ def cluster(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from cedar.cluster.config_print import effective_yaml
 
     monkeypatch.setenv("CEDAR_STATE_DIR", str(tmp_path / "state"))
-    config = load_config("local-cpu")
+    config = load_config("local-cpu", ["model.page_tokens=32"])
     entries = (WorkerEntry("store", node.address, node.process.pid, 1),)
     state = ClusterState("default", "127.0.0.1:1", 1, 0, 0.0, "", effective_yaml(config), entries)
     state_file.write(state)
@@ -244,7 +321,7 @@ def cluster(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_explain_page_by_page(node: Node, cluster: Any, cedar: Any) -> None:
     from cedar.v1 import generation_pb2
 
-    text = "word " * 80
+    text = "word " * (6 * cluster.page_tokens)
     ids = cluster.prepare(generation_pb2.GenerateRequest(text=text)).ids
     domain = tenant_domain(SECRET, "default")
     root = root_key(cluster.format_id, cluster.fingerprint, domain)
@@ -282,11 +359,11 @@ def test_explain_page_by_page(node: Node, cluster: Any, cedar: Any) -> None:
     assert code == 0
 
 
-@pytest.mark.usefixtures("cluster")
-def test_explain_a_prompt_below_a_page(cedar: Any) -> None:
+def test_explain_a_prompt_below_a_page(cluster: Any, cedar: Any) -> None:
     code, out = cedar("explain", "word", "--raw")
     assert code == 0
-    assert re.fullmatch(r"this prompt of \d+ tokens is shorter than a page of 32, so it has none\n", out)
+    page = cluster.page_tokens
+    assert re.fullmatch(rf"this prompt of \d+ tokens is shorter than a page of {page}, so it has none\n", out)
     assert json.loads(cedar("explain", "word", "--raw", "--json")[1])["pages"] == []
 
 

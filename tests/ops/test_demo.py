@@ -8,50 +8,51 @@ from pathlib import Path
 
 import pytest
 from cedar.cluster.config_load import load_config
-from cedar.model.chat import ChatOptions, ImagePart, Message
-from cedar.model.prompt import PromptFormat
+from cedar.model.storage import Storage
+from cedar.model.tokenizer import Tokenizer
 from cedar.ops import demo
 from cedar.ops.exits import CommandError
 from cedar.ops.generation import Reply
+from cedar.training.tokenization import WordEncoder
 from cedar.v1 import common_pb2, generation_pb2
 from rich.console import Console
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v41-tiny"
-PICTURE = (GOLDEN / "image.png").read_bytes()
+
+def test_questions_are_made_of_the_seed_and_the_text_is_long() -> None:
+    config = load_config(demo.PRESET, demo.OVERRIDES)
+    asked = demo.questions(config, None, 7)
+    assert asked == demo.questions(config, None, 7)
+    assert asked != demo.questions(config, None, 8)
+    picture, text, turn = asked
+    assert picture.image is not None
+    assert picture.image.startswith(b"\x89PNG")
+    assert [question.follows for question in asked] == [False, False, True]
+    measure = WordEncoder(Tokenizer.load(Storage(config.model.path)).backend).measure
+    assert measure(text.text) >= 1024
+    for question in (text, turn):
+        assert question.answer is not None
+        assert question.answer in text.text, "the fact is hidden there"
+    assert len(demo.shortened(text)) < 400
 
 
-def opening() -> list[int]:
-    prompts = PromptFormat.open(str(GOLDEN))
-    asked = [
-        Message(role="system", content=(demo.SYSTEM,)),
-        Message(role="user", content=(ImagePart(PICTURE), demo.QUESTIONS[0])),
-    ]
-    return prompts.encode_chat(asked, ChatOptions(thinking=False)).ids
+def test_of_the_users_own_picture_nobody_knows_the_answer() -> None:
+    own = demo.questions(load_config(demo.PRESET), b"bytes", 7)[0]
+    assert (own.image, own.answer) == (b"bytes", None)
+    assert demo.Answered(own, Reply("r", text="a cat")).right is None
+    assert "no right answer" in demo.judged(demo.Answered(own, Reply("r")))
 
 
-def test_second_turn_begins_with_the_first_and_its_answer() -> None:
-    answer = [100, 200, 300]
-    ids = demo.second_turn_ids(str(GOLDEN), PICTURE, answer)
-    first = opening()
-    assert ids[: len(first) + 3] == [*first, *answer]
-    config = PromptFormat.open(str(GOLDEN)).config
-    assert ids[len(first) + 3] == config.eos_token_id
-    assert ids.count(config.image_token_id) == 1
+def test_right_and_wrong() -> None:
+    question = demo.Question("a text", "Who?", "It is Ada.")
+    right, wrong = (demo.Answered(question, Reply("r", text=text)) for text in ("It is Ada.", "It is Bob."))
+    assert (right.right, wrong.right) == (True, False)
+    assert demo.judged(right) == "right"
+    assert demo.judged(wrong) == "wrong, the right answer is: It is Ada."
+    outcome = demo.Outcome(generation_pb2.GetModelResponse(), (right, wrong), 1.0)
+    assert demo.verdict(outcome) == "1 of 2 answers are right"
 
 
-def test_an_answer_that_ended_by_itself_has_one_end_token() -> None:
-    config = PromptFormat.open(str(GOLDEN)).config
-    ended = demo.second_turn_ids(str(GOLDEN), PICTURE, [100, 200, config.eos_token_id])
-    assert ended == demo.second_turn_ids(str(GOLDEN), PICTURE, [100, 200])
-
-
-def test_an_image_token_in_gibberish_announces_no_image() -> None:
-    config = PromptFormat.open(str(GOLDEN)).config
-    ids = demo.second_turn_ids(str(GOLDEN), PICTURE, [100, config.image_token_id, 200])
-    assert ids == demo.second_turn_ids(str(GOLDEN), PICTURE, [100])
-
-
-def test_the_table_has_a_column_a_turn() -> None:
+def test_the_table_has_a_column_a_question() -> None:
     ends = []
     for turn in range(2):
         end = generation_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=24)
@@ -59,7 +60,9 @@ def test_the_table_has_a_column_a_turn() -> None:
         end.sources.state_restored = turn == 1
         end.traffic.pages_sent = 2
         end.traffic.page_bytes_sent = 6784
-        ends.append(Reply(f"r{turn}", finished=end))
+        ends.append(
+            demo.Answered(demo.Question(f"number {turn}", "?", None), Reply(f"r{turn}", finished=end))
+        )
     model = generation_pb2.GetModelResponse(name="tiny", bytes_per_token=106, page_tokens=32, page_bytes=3392)
     screen = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     screen.print(demo.report(demo.Outcome(model, tuple(ends), 12.0)))
@@ -67,8 +70,8 @@ def test_the_table_has_a_column_a_turn() -> None:
     screen.file.close()
     for words in (
         "106 bytes of packed KV a token",
-        "turn 1",
-        "turn 2",
+        "number 0",
+        "number 1",
         "restored from DRAM",
         "2 (6.6 KiB)",
         "110",
@@ -87,10 +90,10 @@ def test_window_state_in_words(restored: bool, replayed: int, words: str) -> Non
     assert words in demo.window_state(end)
 
 
-def test_without_the_checkpoint_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_the_model_it_says_so(tmp_path: Path) -> None:
     config = load_config("local-cpu", [f"model.path={tmp_path}"])
-    with pytest.raises(CommandError, match="make demo"):
-        demo.read_picture(config, None)
+    with pytest.raises(CommandError, match="installation is incomplete"):
+        demo.questions(config, None, 7)
 
 
 def test_overrides_ask_for_the_cluster_that_is_promised() -> None:

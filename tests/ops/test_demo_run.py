@@ -46,45 +46,9 @@ def assert_nothing_left(environment: dict[str, str]) -> None:
     scratch.rmdir()
 
 
-def test_the_demo_shows_everything_it_promises(environment: dict[str, str], cedar_command: list[str]) -> None:
-    finished = subprocess.run(
+def start(environment: dict[str, str], cedar_command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [*cedar_command, "demo"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    text = finished.stdout
-    for words in (
-        "ready",
-        "turn 1",
-        "turn 2",
-        "time: Encoder",
-        "pages sealed",
-        "106 bytes of packed KV a token",
-    ):
-        assert words in text, text
-    assert "restored from DRAM" in text
-    (hit,) = re.findall(r"pages hit +(\d+) +(\d+)", text)
-    assert int(hit[0]) == 0
-    assert int(hit[1]) > 1
-    (total,) = re.findall(r"done in ([0-9.]+) s", text)
-    assert float(total) < 90, text
-    assert_nothing_left(environment)
-
-
-@pytest.mark.parametrize("moment", ["still starting", "> "])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_nothing_behind(
-    environment: dict[str, str], cedar_command: list[str], moment: str, number: signal.Signals
-) -> None:
-    if (moment, number) == ("> ", signal.SIGTERM):
-        pytest.skip("the same path as SIGINT there; one start less")
-    process = subprocess.Popen(
-        [*cedar_command, "demo", "--max-tokens", "200"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -92,6 +56,10 @@ def test_interrupted_it_leaves_nothing_behind(
         text=True,
         bufsize=1,
     )
+
+
+def signalled(process: subprocess.Popen[str], moment: str, number: signal.Signals) -> str:
+    """All that the process says; it gets the signal once it has said ``moment``."""
     said = ""
     try:
         assert process.stdout is not None
@@ -104,7 +72,42 @@ def test_interrupted_it_leaves_nothing_behind(
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, said + rest
-    assert "Traceback" not in rest
-    assert rest.rstrip().endswith("cedar: interrupted")
+    return said + rest
+
+
+def test_the_demo_shows_everything_it_promises(environment: dict[str, str], cedar_command: list[str]) -> None:
+    """And a Ctrl-C while it tidies up does not cut that short."""
+    process = start(environment, cedar_command)
+    text = signalled(process, "shutting down", signal.SIGINT)
+    assert process.returncode == 0, text
+    for words in (
+        "ready",
+        "a picture",
+        "a long text",
+        "time: Encoder",
+        "pages sealed",
+        "bytes of packed KV a token",
+        "3 of 3 answers are right",
+    ):
+        assert words in text, text
+    assert "restored from DRAM" in text
+    (hit,) = re.findall(r"pages hit +(\d+) +(\d+) +(\d+)", text)
+    assert hit[:2] == ("0", "0")
+    assert int(hit[2]) >= 4, "the second turn found the long text's pages"
+    (drafts,) = re.findall(r"of (\d+) drafted tokens (\d+) were accepted", text)
+    assert 0 < int(drafts[1]) <= int(drafts[0])
+    (total,) = re.findall(r"done in ([0-9.]+) s", text)
+    assert float(total) < 90, text
+    assert_nothing_left(environment)
+
+
+def test_terminated_while_it_starts_it_leaves_nothing_behind(
+    environment: dict[str, str], cedar_command: list[str]
+) -> None:
+    """An interrupt while tokens stream is in test_serve_run.py: one start of a cluster less."""
+    process = start(environment, cedar_command)
+    text = signalled(process, "still starting", signal.SIGTERM)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    assert text.rstrip().endswith("cedar: interrupted")
     assert_nothing_left(environment)

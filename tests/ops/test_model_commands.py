@@ -121,7 +121,7 @@ def test_verify_fails_on_other_weights(
         ("text/logits", float("nan"), False, "", False),
         ("text/logits", 0.0, False, "compared 3 of 9 values", False),
         ("text/logits", None, False, "shape [2], saved [3]", False),
-        ("decode/draft_ids", None, None, "the draft module is not run", None),
+        ("decode/draft_ids", None, None, "the draft module is not loaded", None),
     ],
 )
 def test_what_passes(

@@ -25,11 +25,14 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterStatus:
         active=2, queued=1, pages_total=128, pages_leased=5, pages_cached=9, slots_total=4, slots_leased=2
     )
     busy.counters["prompts"] = 7
+    drafting = stages_pb2.WorkerStatus(draining=True, slots_total=8)
+    drafting.counters["draft_proposed"] = 40
+    drafting.counters["draft_accepted"] = 23
     reports = (
         WorkerReport(entries[0], stages_pb2.WorkerStatus(active=2)),
         WorkerReport(entries[1], error="unavailable"),
         WorkerReport(entries[2], busy),
-        WorkerReport(entries[3], stages_pb2.WorkerStatus(draining=True, slots_total=8)),
+        WorkerReport(entries[3], drafting),
         WorkerReport(
             entries[4], store={"store_pages": 12.0, "store_disk_bytes": 40960.0, "store_puts_refused": 0.0}
         ),
@@ -49,6 +52,7 @@ def test_table(cluster: ClusterStatus, capsys: pytest.CaptureFixture[str]) -> No
     assert "5+9/128" in rows["prefill"]
     assert "2/4" in rows["prefill"]
     assert "draining" in rows["decode"]
+    assert "23/40" in rows["decode"]
     assert "40.0 KiB" in rows["store_disk_bytes"]
     assert "store_puts_refused" not in rows, "what never happened takes no line"
     assert rows["store_pages"].split()[-2:] == ["12", "13"], "every node has its column"
