@@ -82,7 +82,8 @@ def write_entries(
 ) -> None:
     """Writes packed entries into their pages, in place: entries[g] becomes entry entry[g] of sequence seq[g].
 
-    pages uint8 [P, page_bytes], page_table int [S, maxp], seq and entry int [G]; errors as `scatter_rows`.
+    pages uint8 [P, page_bytes], page_table int [S, maxp], seq and entry int [G]; a negative entry is not
+    written. Errors as `scatter_rows`.
     """
     c = Contract("write_entries")
     c.expect("pages", pages, "P B", torch.uint8)
@@ -92,6 +93,9 @@ def write_entries(
     for name, plane, rows in zip(EntryPlanes._fields, planes, entries, strict=True):
         c.expect(f"entries.{name}", rows, f"G {plane.row_bytes}", torch.uint8)
         check_plane(c, f"planes.{name}", plane, rows=planes.main_payload.rows)
+    if bool((entry < 0).any()):
+        kept = torch.nonzero(entry >= 0).squeeze(1)
+        seq, entry, entries = seq[kept], entry[kept], Entries(*(rows[kept] for rows in entries))
     paging_ref.scatter(pages, planes, page_table, seq, entry, entries)
 
 
@@ -109,10 +113,13 @@ def compress_into_pages(
     page_table: torch.Tensor,
     seq: torch.Tensor,
     entry: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`pool_groups`, `compress_entries` and `write_entries`, one launch on a GPU.
 
     kv and gate fp32 [G, m, D]; or gate None and kv the pooled bf16 [G, D]. The rest as in those three.
+    `rope`,
+    `rope_table` of positions and freqs, spares a GPU the making of it.
     """
     fits = (
         kv.shape[-1].bit_count() == 1 and key_weight.shape[0].bit_count() == 1 and key_weight.shape[0] >= 32
@@ -137,7 +144,7 @@ def compress_into_pages(
         sizes = (c.dims["D"] // 2, c.dims["D"] // 16, c.dims["Di"] // 2, c.dims["Di"] // 32)
         for name, plane, size in zip(EntryPlanes._fields, planes, sizes, strict=True):
             check_plane(c, f"planes.{name}", plane, row_bytes=size, rows=planes.main_payload.rows)
-        rope = rope_table(positions, freqs)
+        rope = rope_table(positions, freqs) if rope is None else rope
         compress_triton.write_entries(
             kv,
             gate,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import (
     bf16_round,
     fp8_scale,
@@ -57,17 +58,18 @@ def _pool(kv_ptr, gate_ptr, row, rows, channel, D: tl.constexpr, M: tl.constexpr
     inside = (row < rows)[:, None]
     at = row[:, None] * (M * D) + channel[None, :]
     if M == 1:
-        return tl.load(kv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    top = tl.load(gate_ptr + at, mask=inside, other=0.0)
-    for i in tl.static_range(1, M):
-        top = tl.maximum(top, tl.load(gate_ptr + at + i * D, mask=inside, other=0.0))
-    total = tl.zeros(at.shape, tl.float32)
-    for i in tl.static_range(M):
-        total += tl.exp(tl.load(gate_ptr + at + i * D, mask=inside, other=0.0) - top)
-    pooled = tl.zeros(at.shape, tl.float32)
-    for i in tl.static_range(M):
-        p = tl.div_rn(tl.exp(tl.load(gate_ptr + at + i * D, mask=inside, other=0.0) - top), total)
-        pooled += tl.load(kv_ptr + at + i * D, mask=inside, other=0.0) * p
+        pooled = tl.load(kv_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        top = tl.load(gate_ptr + at, mask=inside, other=0.0)
+        for i in tl.static_range(1, M):
+            top = tl.maximum(top, tl.load(gate_ptr + at + i * D, mask=inside, other=0.0))
+        total = tl.zeros(at.shape, tl.float32)
+        for i in tl.static_range(M):
+            total += tl.exp(tl.load(gate_ptr + at + i * D, mask=inside, other=0.0) - top)
+        pooled = tl.zeros(at.shape, tl.float32)
+        for i in tl.static_range(M):
+            p = tl.div_rn(tl.exp(tl.load(gate_ptr + at + i * D, mask=inside, other=0.0) - top), total)
+            pooled += tl.load(kv_ptr + at + i * D, mask=inside, other=0.0) * p
     return bf16_round(pooled)
 
 
@@ -147,15 +149,24 @@ def write_entries(
     if count == 0:
         return
     group = kv.shape[1] if kv.dim() == 3 else 1
+    kv, gate = kv.contiguous(), gate.contiguous() if gate is not None else None
+    rope = (rope[0].contiguous(), rope[1].contiguous())
+    fits = width == 512 and key_weight.shape[0] == 128 and key_weight.dtype == torch.bfloat16 and group <= 2
+    if fits and kv.is_cuda and rope[0].shape[1] <= 64 and hopper(kv.device.index or 0):
+        from cedar.kernels import compress_hopper
+
+        compress_hopper.write_entries(
+            kv, gate, norm_weight.contiguous(), key_weight.contiguous(), key_norm_weight.contiguous(), rope,
+            eps, pages, planes, page_table.contiguous(), seq.contiguous(), entry.contiguous(),
+        )  # fmt: skip
+        return
     rows = 16
     _entries[(triton.cdiv(count, rows),)](
-        kv.contiguous(), gate.contiguous() if gate is not None else kv, norm_weight, key_weight.contiguous(),
-        key_norm_weight, rope[0].contiguous(), rope[1].contiguous(), pages, page_table.contiguous(),
-        seq.contiguous(),
-        entry.contiguous(), count, pages.shape[0], page_table.shape[0], page_table.shape[1], eps,
-        planes[0][2], pages.stride(0), planes[0][0], planes[1][0], planes[2][0], planes[3][0],
-        width // 2, key_weight.shape[0] // 2, rope[0].shape[1], group, rows, num_warps=8,
-        enable_fp_fusion=False,
+        kv, gate if gate is not None else kv, norm_weight, key_weight.contiguous(), key_norm_weight, *rope,
+        pages, page_table.contiguous(), seq.contiguous(), entry.contiguous(), count, pages.shape[0],
+        page_table.shape[0], page_table.shape[1], eps, planes[0][2], pages.stride(0), planes[0][0],
+        planes[1][0], planes[2][0], planes[3][0], width // 2, key_weight.shape[0] // 2, rope[0].shape[1],
+        group, rows, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
 

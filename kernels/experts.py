@@ -42,14 +42,16 @@ def grouped_experts(
     limit: float,
     *,
     expanded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of the routed experts, fp32 [N, d]: w2(silu(min(w1 x, limit))·clamp(w3 x, ±limit)·weight) over ids.
 
     x bf16 [N, d] (after the norm; quantised here); ids int [N, k] and weights fp32 [N, k] from `route`.
     Weights MXFP4, stacked: w1, w3 uint8 [E, I, d/2], w2 uint8 [E, d, I/2]; their scales uint8 E8M0 [E, I,
     d/32], [E, d, I/32]. Every expert's output is rounded to bf16 and added in fp32 in the order of ids
-    (`route`: ascending). `expanded` = (w1, w3, w2) from `expand_experts` spares the CPU the unpacking. Raises
-    PageRangeError (CPU) for an id that is no expert.
+    (`route`: ascending). `expanded` = (w1, w3, w2) from `expand_experts` spares the CPU the unpacking. With
+    `shared` bf16 [N, d], the shared expert's output: that sum and it, rounded to bf16. Raises PageRangeError
+    (CPU) for an id that is no expert.
     """
     c = Contract("grouped_experts")
     c.expect("x", x, "N d", torch.bfloat16)
@@ -66,14 +68,18 @@ def grouped_experts(
             ("w1", "w3", "w2"), expanded, ("E I d", "E I d", "E d I"), strict=True
         ):
             c.expect(f"expanded {name}", weight, shape, torch.float64)
+    if shared is not None:
+        c.expect("shared", shared, "N d", torch.bfloat16)
     if ids.device.type == "cpu":
         paging_ref.check_range("ids", ids, 0, c.dims["E"])
     if ids.shape[0] == 0:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        kind = torch.float32 if shared is None else torch.bfloat16
+        return torch.zeros(x.shape, dtype=kind, device=x.device)
     packed = ((w1, w1_scale), (w3, w3_scale), (w2, w2_scale))
     if x.is_cuda:
         from cedar.kernels import experts_triton
 
         stacked = tuple((payload.contiguous(), scale.contiguous()) for payload, scale in packed)
-        return experts_triton.grouped_experts(x, ids, weights, stacked, limit)
-    return experts_ref.grouped_experts(x, ids, weights, packed, expanded, limit)
+        return experts_triton.grouped_experts(x, ids, weights, stacked, limit, shared)
+    total = experts_ref.grouped_experts(x, ids, weights, packed, expanded, limit)
+    return total if shared is None else (total + shared).to(torch.bfloat16)

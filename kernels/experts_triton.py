@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.linear_triton import FOR_FP4, WIDE, hopper, packed_rows, permuted
+from cedar.kernels.linear_triton import hopper, packed_rows, permuted
 from cedar.kernels.packed_triton import to_bf16
 
-SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by torch
+SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by a program for every expert
+UNSORTED = 4  # tokens whose slots are tiles of their own on Hopper
+BLOCK = 4096  # slots such a program reads at a time
 
 
 @triton.jit
@@ -42,6 +44,46 @@ def _align(
     tl.store(slots_ptr + at, pair, mask=pair < count)
 
 
+@triton.jit
+def _count(ids_ptr, counts_ptr, count, B: tl.constexpr):
+    """Grid (experts): how many slots chose each."""
+    expert = tl.program_id(0)
+    total = tl.zeros([B], tl.int32)
+    for start in range(0, count, B):
+        at = start + tl.arange(0, B)
+        total += (tl.load(ids_ptr + at, mask=at < count, other=-1).to(tl.int32) == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _place(
+    ids_ptr, counts_ptr, slots_ptr, owners_ptr, count, tiles, experts,
+    T: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Grid (experts + 1): an expert's slots in order, padded; the last program clears the tiles left over."""
+    expert = tl.program_id(0)
+    every = tl.arange(0, E)
+    counts = tl.load(counts_ptr + every, mask=every < experts, other=0)
+    needed = (counts + T - 1) // T
+    first = tl.sum(tl.where(every < expert, needed, 0), axis=0)
+    mine = tl.sum(tl.where(every == expert, counts, 0), axis=0)
+    end = tl.where(expert == experts, tiles, first + (mine + T - 1) // T)
+    for tile in range(first, end, E):
+        at = tile + every
+        tl.store(owners_ptr + at, tl.where(expert == experts, -1, expert), mask=at < end)
+    for start in range(first * T + mine, end * T, B):
+        at = start + tl.arange(0, B)
+        tl.store(slots_ptr + at, -1, mask=at < end * T)
+    if mine > 0:
+        seen = first * T
+        for start in range(0, count, B):
+            at = start + tl.arange(0, B)
+            hit = (tl.load(ids_ptr + at, mask=at < count, other=-1).to(tl.int32) == expert).to(tl.int32)
+            rank = tl.cumsum(hit, axis=0)
+            tl.store(slots_ptr + seen + rank - 1, at, mask=hit > 0)
+            seen += tl.sum(hit, axis=0)
+
+
 def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(slots int32 [tiles·T], expert of each tile int32 [tiles], tiles): -1 where there is none."""
     count = ids.numel()
@@ -65,30 +107,23 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
             num_warps=8,
         )
         return slots, owners, tiles
-    flat = ids.flatten().to(torch.int64)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    needed = (counts + together - 1) // together
-    first = needed.cumsum(0) - needed
-    chosen = flat[order]
-    rank = torch.arange(count, device=ids.device) - (counts.cumsum(0) - counts)[chosen]
-    slots.fill_(-1)
-    slots[first[chosen] * together + rank] = order.to(torch.int32)
-    place = torch.arange(tiles, device=ids.device)
-    owner = torch.searchsorted(needed.cumsum(0), place, right=True)
-    owners.copy_(torch.where(owner < experts, owner, -1))
+    counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
+    size = triton.next_power_of_2(experts)
+    _count[(experts,)](ids, counts, count, BLOCK)
+    _place[(experts + 1,)](ids, counts, slots, owners, count, tiles, experts, together, size, BLOCK)
     return slots, owners, tiles
 
 
 @triton.jit
-def _swiglu(gate_ptr, up_ptr, weight_ptr, out_ptr, columns, limit, WEIGHTED: tl.constexpr, B: tl.constexpr):
+def _swiglu(
+    gate_ptr, up_ptr, weight_ptr, out_ptr, columns, gate_stride, up_stride, limit,
+    WEIGHTED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, ceil(columns / B))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
-    gate = tl.load(gate_ptr + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=at < columns, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     out = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
     if WEIGHTED:
@@ -105,21 +140,26 @@ def swiglu(
     rows = out.numel() // max(1, columns)
     if rows:
         block = min(1024, triton.next_power_of_2(columns))
+        if not (gate.dim() == up.dim() == 2 and gate.stride(1) == up.stride(1) == 1):  # halves of a wider row
+            gate, up = gate.reshape(rows, columns).contiguous(), up.reshape(rows, columns).contiguous()
         _swiglu[(rows, triton.cdiv(columns, block))](
-            gate.contiguous(), up.contiguous(), weight if weight is not None else gate, out, columns, limit,
-            weight is not None, block,
+            gate, up, weight if weight is not None else gate, out, columns, gate.stride(0), up.stride(0),
+            limit, weight is not None, block,
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _sum(y_ptr, out_ptr, columns, k, B: tl.constexpr):
-    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's k rows, first to last."""
+def _sum(y_ptr, shared_ptr, out_ptr, columns, k, SHARED: tl.constexpr, B: tl.constexpr):
+    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's k rows in order, and `shared` after them."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
     for i in range(k):
         total += tl.load(y_ptr + (row * k + i) * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared_ptr + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+        total = to_bf16(total)
     tl.store(out_ptr + row * columns + at, total, mask=at < columns)
 
 
@@ -129,89 +169,48 @@ def grouped_experts(
     weights: torch.Tensor,
     packed: tuple[tuple[torch.Tensor, torch.Tensor], ...],
     limit: float,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp32 [N, d]; packed holds (payload, scale) of w1, w3, w2. Every id must name an expert."""
+    """fp32 [N, d]; packed holds (payload, scale) of w1, w3, w2. Every id must name an expert.
+
+    With shared bf16 [N, d]: the sum and it, rounded to bf16.
+    """
     tokens, k = ids.shape
     width = x.shape[1]
     (w1, s1), (w3, s3), (w2, s2) = packed
     experts, inner = w1.shape[:2]
     ids, weights = ids.contiguous(), weights.contiguous()
+    shared = shared.contiguous() if shared is not None else None
     slots_count = tokens * k
     share = slots_count / experts
-    fast = x.is_cuda and width % 128 == 0 and inner % 128 == 0 and hopper(x.device.index or 0)
-    together = 16 if not fast else 8 if share <= 4 else 16 if share <= 12 else 64
-    slots, owners, tiles = _tiles_of(ids, experts, together)
-    y = torch.empty(slots_count, width, dtype=torch.bfloat16, device=x.device)
-    if fast and together == 64:
-        from cedar.kernels.experts_hopper import expert_hidden_wide, expert_output_wide
+    fast = x.is_cuda and width % 256 == 0 and inner % 128 == 0 and hopper(x.device.index or 0)
+    if fast and tokens <= UNSORTED:
+        from cedar.kernels import experts_one_hopper
 
-        hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
-        expert_hidden_wide[(inner // 64, tiles)](
-            permuted(x, FOR_FP4 + WIDE),
-            slots,
-            owners,
-            weights,
-            w1,
-            s1,
-            w3,
-            s3,
-            hidden,
-            inner,
-            k,
-            limit,
-            width,
-            num_warps=4,
-        )
-        expert_output_wide[(width // 64, tiles)](hidden, slots, owners, w2, s2, y, width, inner, num_warps=4)
+        y = experts_one_hopper.experts(x.contiguous(), ids, weights, packed, limit)
     elif fast:
-        from cedar.kernels.experts_hopper import expert_hidden, expert_output
+        from cedar.kernels import experts_hopper
 
-        hidden = torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device)
-        expert_hidden[(inner // 64, tiles)](
-            permuted(x, FOR_FP4),
-            slots,
-            owners,
-            weights,
-            w1,
-            s1,
-            w3,
-            s3,
-            hidden,
-            inner,
-            k,
-            limit,
-            width,
-            together,
-            num_warps=4,
-        )
-        expert_output[(width // 64, tiles)](
-            hidden, slots, owners, w2, s2, y, width, inner, together, num_warps=4
-        )
+        width_of = (8, 0) if share <= 4 else (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
+        tiles = _tiles_of(ids, experts, sum(width_of))
+        y = experts_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit, width_of)
     else:
+        slots, owners, count = _tiles_of(ids, experts, 16)
+        y = torch.empty(slots_count, width, dtype=torch.bfloat16, device=x.device)
         gate, up = (torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device) for _ in range(2))
         seen = permuted(x)
         for weight, scale, out in ((w1, s1, gate), (w3, s3, up)):
-            packed_rows[(triton.cdiv(inner, 32), tiles)](
-                seen,
-                slots,
-                owners,
-                weight,
-                scale,
-                out,
-                width,
-                inner,
-                scale.shape[2],
-                k,
-                True,
-                together,
-                32,
-                64,
+            packed_rows[(triton.cdiv(inner, 32), count)](
+                seen, slots, owners, weight, scale, out, width, inner, scale.shape[2], k, True, 16, 32, 64
             )
         hidden = permuted(swiglu(gate, up, limit, weights.flatten()))
-        packed_rows[(triton.cdiv(width, 32), tiles)](
-            hidden, slots, owners, w2, s2, y, inner, width, s2.shape[2], 1, True, together, 32, 64
+        packed_rows[(triton.cdiv(width, 32), count)](
+            hidden, slots, owners, w2, s2, y, inner, width, s2.shape[2], 1, True, 16, 32, 64
         )
-    total = torch.empty(tokens, width, dtype=torch.float32, device=x.device)
+    kind = torch.float32 if shared is None else torch.bfloat16
+    total = torch.empty(tokens, width, dtype=kind, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
-    _sum[(tokens, triton.cdiv(width, block))](y, total, width, k, block)
+    _sum[(tokens, triton.cdiv(width, block))](
+        y, y if shared is None else shared, total, width, k, shared is not None, block
+    )
     return total

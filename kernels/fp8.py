@@ -24,6 +24,10 @@ def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     c.expect("q", q, "... C", torch.float8_e4m3fn)
     c.expect("scale", scale, "... C/32", torch.uint8)
     c.require("scale", scale.shape[:-1] == q.shape[:-1], f"must have q's leading axes {list(q.shape[:-1])}")
+    if q.is_cuda:
+        from cedar.kernels import fp8_triton
+
+        return fp8_triton.dequantize(q, scale)
     return fp8_ref.dequantize(q, scale)
 
 

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Index scores for Hopper's matrix units, 32 heads of 128: packed keys go from memory to wgmma's registers
-directly.
+"""Index scores for Hopper's matrix units, 32 heads of 128: a few queries of a sequence, or a gathered pool.
+
+Packed keys go from memory to wgmma's registers directly, as bf16. `index_scores_fp8_triton` has one query and
+prefill.
 
 A key is the left operand. Its 64 payload bytes are loaded by four threads, 16 bytes each: one scale group
 a thread. Which of
@@ -15,7 +17,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -70,12 +71,9 @@ _RAW64 = _linear([*_WORDS, [8, 0]], _LANES, _WARPS4, [64, 16])
 _RAW64_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, _WARPS4_3, [64, 4, 4])
 _RAW128 = _linear([*_WORDS, [8, 0], [64, 0]], _LANES, _WARPS4, [128, 16])
 _RAW128_3 = _linear([*_WORDS3, [8, 0, 0], [64, 0, 0]], _LANES3, _WARPS4_3, [128, 4, 4])
-_WIDE128 = _linear([*_WORDS, [8, 0]], _LANES, [*_WARPS4, [64, 0]], [128, 16])
-_WIDE128_3 = _linear([*_WORDS3, [8, 0, 0]], _LANES3, [*_WARPS4_3, [64, 0, 0]], [128, 4, 4])
 _QUERY = _linear(_WORDS, _LANES, [[8, 0], [16, 0]], [32, 16])
 _QUERY_3 = _linear(_WORDS3, _LANES3, [[8, 0, 0], [16, 0, 0]], [32, 4, 4])
 _ACC32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-_ACC128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -277,169 +275,4 @@ def decode_scores(
                         where = first // 8 + block
                         none = gl.full([KEYS // 8], float("-inf"), gl.float32, block.type.layout)
                         gl.store(best_ptr + row * best_width + where, none, mask=where < best_width)
-        run = until
-
-
-@gluon.jit
-def expand_queries(q_ptr, q_scale_ptr, weight_ptr, out_ptr, out_weight_ptr):
-    """Grid (tokens): packed queries to bf16·2^-32 [tokens, 32, 128], channels in wgmma's order; head
-    weights times 2^63.
-    """
-    column = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    weight = gl.load(weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column).to(gl.float32)
-    gl.store(out_weight_ptr + gl.program_id(0).to(gl.int64) * 32 + column, weight * 9223372036854775808.0)
-    head = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _QUERY))
-    head3 = gl.program_id(0).to(gl.int64) * 32 + gl.arange(
-        0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(2, _QUERY_3))
-    )
-    word = gl.arange(0, 16, layout=gl.SliceLayout(0, _QUERY))
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _QUERY_3)))
-    payload = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + head[:, None] * 16 + word[None, :])
-    scales = gl.load(q_scale_ptr + head3[:, None] * 4 + group[None, :])
-    target: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    out = gl.convert_layout(_expand(payload, scales, 32, _QUERY, _QUERY_3), target)
-    row = gl.program_id(0).to(gl.int64) * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, target))
-    gl.store(out_ptr + row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, target))[None, :], out)
-
-
-@gluon.jit
-def _copy_queries(shared, shared_weights, q_ptr, weight_ptr, token):
-    """Starts the copy of four tokens' queries [128, 128] and head weights [128] into shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-    row = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    source = q_ptr + token.to(gl.int64) * 4096 + row[:, None] * 128
-    source = source + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(shared, source)
-    column = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(shared_weights, weight_ptr + token.to(gl.int64) * 32 + column)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _start_product(keys, queries, spent):
-    """Starts keys·queries; what `spent` holds is overwritten."""
-    return warpgroup_mma(keys, queries.permute((1, 0)), spent, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _weigh(
-    s, weights, token, first, until, visible_ptr, out_ptr, best_ptr, width, best_width,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Scores of 128 keys for four tokens from their products [128, 128], written."""
-    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
-    key = gl.arange(0, 128, layout=gl.SliceLayout(1, pairs))
-    mine = token + gl.arange(0, 4, layout=gl.SliceLayout(0, pairs))
-    limit = gl.load(visible_ptr + mine, mask=mine < until, other=0).to(gl.int32)
-    weight = weights.load(gl.SliceLayout(0, _ACC128))
-    score = gl.sum(gl.reshape((s + gl.abs(s)) * weight[None, :], [128, 4, 32]), axis=2)
-    score = gl.convert_layout(score, pairs)
-    score = gl.where(first + key[:, None] < limit[None, :], score, float("-inf"))
-    target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
-    gl.store(target, score, mask=(mine < until)[None, :] & (first + key < width)[:, None])
-    if BLOCKS:
-        best = gl.convert_layout(gl.max(gl.reshape(score, [16, 8, 4]), axis=1), pairs)
-        block = first // 8 + gl.arange(0, 16, layout=gl.SliceLayout(1, pairs))
-        at_best = best_ptr + mine.to(gl.int64)[None, :] * best_width + block[:, None]
-        gl.store(at_best, best, mask=(mine < until)[None, :] & (block < best_width)[:, None])
-
-
-@gluon.jit
-def prefill_scores(
-    q_ptr, weight_ptr, pages_ptr, table_ptr, seq_ptr, visible_ptr, out_ptr, best_ptr,
-    tokens, page_count, sequences, table_width, width, best_width, chunk,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-    CHUNK: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Grid (key tiles of 128, ceil(tokens / chunk)), chunk <= CHUNK: one tile of keys stays in registers,
-    four queries a step.
-
-    q and weight come from `expand_queries`, with rows for 24 tokens more (of any value).
-    """
-    operand: gl.constexpr = gl.DotOperandLayout(0, _ACC128, 2)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    first = gl.program_id(0) * 128
-    base = gl.program_id(1) * chunk
-    end = gl.minimum(base + chunk, tokens)
-    place = base + gl.arange(0, CHUNK, layout=line)
-    inside = place < end
-    owners = gl.load(seq_ptr + place, mask=inside, other=-1).to(gl.int32)
-    seen = gl.load(visible_ptr + place, mask=inside, other=0).to(gl.int32)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 128], _SHARED)
-    weights = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
-    key = gl.arange(0, 128, layout=gl.SliceLayout(1, pairs))
-    which = gl.arange(0, 4, layout=gl.SliceLayout(0, pairs))
-    run = base
-    while run < end:
-        sequence = gl.load(seq_ptr + run).to(gl.int32)
-        until = gl.minimum(gl.min(gl.where((place >= run) & (owners != sequence), place, end), axis=0), end)
-        reach = gl.max(gl.where((place >= run) & (place < until), seen, 0), axis=0)
-        if first < reach:
-            table = table_ptr + gl.minimum(gl.maximum(sequence, 0), sequences - 1).to(gl.int64) * table_width
-            payload, scales = _load_keys(
-                pages_ptr, table, table_ptr, page_count, table_width, first, width,
-                128, _WIDE128, _WIDE128_3, ROWS, PAGE, PAYLOAD, SCALES, False,
-            )  # fmt: skip
-            _copy_queries(queries.index(0), weights.index(0), q_ptr, weight_ptr, run)
-            keys = gl.convert_layout(_expand(payload, scales, 128, _WIDE128, _WIDE128_3), operand)
-            s_a = gl.full([128, 128], 0.0, gl.float32, _ACC128)
-            s_b = gl.full([128, 128], 0.0, gl.float32, _ACC128)
-            async_copy.wait_group(0)
-            fence_async_shared()
-            s_a = warpgroup_mma_wait(0, deps=[_start_product(keys, queries.index(0), s_a)])
-            _copy_queries(queries.index(1), weights.index(1), q_ptr, weight_ptr, run + 4)
-            for token in range(run, until, 8):
-                # the product of the next four runs while this one's is weighed
-                async_copy.wait_group(0)
-                fence_async_shared()
-                coming = _start_product(keys, queries.index(1), s_b)
-                _weigh(
-                    s_a,
-                    weights.index(0),
-                    token,
-                    first,
-                    until,
-                    visible_ptr,
-                    out_ptr,
-                    best_ptr,
-                    width,
-                    best_width,
-                    BLOCKS,
-                )
-                _copy_queries(queries.index(0), weights.index(0), q_ptr, weight_ptr, token + 8)
-                s_b = warpgroup_mma_wait(0, deps=[coming])
-                async_copy.wait_group(0)
-                fence_async_shared()
-                coming = _start_product(keys, queries.index(0), s_a)
-                _weigh(
-                    s_b,
-                    weights.index(1),
-                    token + 4,
-                    first,
-                    until,
-                    visible_ptr,
-                    out_ptr,
-                    best_ptr,
-                    width,
-                    best_width,
-                    BLOCKS,
-                )
-                _copy_queries(queries.index(1), weights.index(1), q_ptr, weight_ptr, token + 12)
-                s_a = warpgroup_mma_wait(0, deps=[coming])
-            async_copy.wait_group(0)
-        else:
-            nothing = gl.full([128, 4], float("-inf"), gl.float32, pairs)
-            for token in range(run, until, 4):
-                mine = token + which
-                target = out_ptr + mine.to(gl.int64)[None, :] * width + first + key[:, None]
-                gl.store(target, nothing, mask=(mine < until)[None, :] & (first + key < width)[:, None])
-                if BLOCKS:
-                    block = first // 8 + key
-                    at_best = best_ptr + mine.to(gl.int64)[None, :] * best_width + block[:, None]
-                    gl.store(
-                        at_best,
-                        nothing,
-                        mask=(mine < until)[None, :] & ((key < 16) & (block < best_width))[:, None],
-                    )
         run = until

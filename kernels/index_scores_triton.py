@@ -2,8 +2,8 @@
 """Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass
 (spec §3).
 
-On Hopper with 32 heads of 128 `index_scores_hopper` does the work; here are the kernel for every other
-shape and the choice.
+On Hopper with 32 heads of 128 `index_scores_fp8_triton` and `index_scores_hopper` do the work; here are the
+kernel for every other shape and the choice.
 """
 
 from __future__ import annotations
@@ -92,14 +92,11 @@ def scores(
     entries: torch.Tensor | None = None,
     blocks: bool = False,
     neighbours: int | None = None,
-    keys: int = 64,
-    waves: int = 6,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores fp32 [N, width] and, with `blocks`, the greatest of every 8 [N, ceil(width/8)] (else None).
 
     `entries` [N, width] scores those instead of 0 .. width-1 (-1: none), and `visible` is not read.
-    `neighbours` tokens of one sequence share a pass over its keys; `keys`, `waves` size the decode
-    kernel's tiles and grid.
+    `neighbours` tokens of one sequence share a pass over its keys.
     """
     tokens, heads, half = q_payload.shape
     out = torch.empty(tokens, width, dtype=torch.float32, device=q_payload.device)
@@ -115,26 +112,36 @@ def scores(
     q, q_s, w = q_payload.contiguous(), q_scales.contiguous(), weights.contiguous()
     sources = (pages, table, owner, visible.contiguous())
     if q.is_cuda and heads == 32 and half == 64 and _hopper(q.device.index or 0):
-        from cedar.kernels.index_scores_hopper import decode_scores, expand_queries, prefill_scores
-
         together = neighbours if neighbours is not None else min(64, max(1, tokens // table.shape[0]))
-        if entries is None and together > 8:
-            wide = torch.empty(tokens + 24, heads, 2 * half, dtype=torch.bfloat16, device=q.device)
-            wide_w = torch.empty(tokens + 24, heads, dtype=torch.float32, device=q.device)
-            expand_queries[(tokens,)](q, q_s, w, wide, wide_w, num_warps=4)
+        sizes = (*limits, width, best_width)
+        if entries is None and (together > 8 or together == 1):
+            from cedar.kernels import index_scores_fp8_triton
+
+            if together == 1:
+                tiles = triton.cdiv(width, 128)
+                each = max(1, triton.cdiv(tiles * tokens, 132 * (3 if tokens == 1 else 4)))
+                index_scores_fp8_triton.score_one[(triton.cdiv(tiles, each), tokens)](
+                    q, q_s, w, *sources, out, maxima, *sizes, each, *place, blocks, 3, num_warps=4
+                )
+                return out, best
             chunk = 256
-            prefill_scores[(triton.cdiv(width, 128), triton.cdiv(tokens, chunk))](
-                wide, wide_w, *sources, out, maxima, tokens, *limits, width, best_width, chunk,
-                *place, chunk, blocks, num_warps=8,
+            wide = torch.empty(tokens + 8, heads * 2 * half, dtype=torch.float8_e5m2, device=q.device)
+            wide_w = torch.empty(tokens + 8, heads, dtype=torch.float32, device=q.device)
+            index_scores_fp8_triton.expand_queries[(tokens,)](q, q_s, w, wide, wide_w, num_warps=4)
+            index_scores_fp8_triton.score_many[(triton.cdiv(width, 128), triton.cdiv(tokens, chunk))](
+                wide, wide_w, *sources, out, maxima, tokens, *sizes, chunk, *place, chunk, blocks,
+                num_warps=8, maxnreg=128,
             )  # fmt: skip
             return out, best
+        from cedar.kernels.index_scores_hopper import decode_scores
+
         share = 1 if entries is not None else together
-        tiles = triton.cdiv(width, keys)
+        tiles = triton.cdiv(width, 64)
         rows = triton.cdiv(tokens, share)
-        each = max(1, triton.cdiv(tiles * rows, 132 * waves))
+        each = max(1, triton.cdiv(tiles * rows, 132 * 6))
         decode_scores[(triton.cdiv(tiles, each), rows)](
-            q, q_s, w, *sources, named, out, maxima, tokens, *limits, width, best_width, each,
-            *place, keys, share, entries is not None, blocks, num_warps=4,
+            q, q_s, w, *sources, named, out, maxima, tokens, *sizes, each,
+            *place, 64, share, entries is not None, blocks, num_warps=4,
         )  # fmt: skip
         return out, best
     block = 32

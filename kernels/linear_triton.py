@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Matrix products on a GPU: activations quantised in one launch, then packed weights read once (few
-tokens) or a library
-product on weights expanded for the call (many).
+"""Matrix products on a GPU: packed weights read once (up to 1024 tokens) or a library product on weights
+expanded for the call (more).
 
-`weights_hopper` has the kernel for few tokens on Hopper; `packed_rows` here is the one for every other shape.
+`linear_hopper` has the FP8 products and `weights_hopper` the bf16 ones of few tokens on Hopper; `packed_rows`
+here is the one for every other shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from cedar.kernels.packed_triton import INTERPRETED, e2m1, exponent_value, fp8_round_trip, to_bf16
 
-FEW_TOKENS, SOME_TOKENS = 16, 1024  # up to which mma.sync, wgmma on packed weights; beyond, a library product
 NATURAL, FOR_FP8, FOR_FP4 = 0, 1, 2  # channel orders of `permuted`
 WIDE = 4  # added to an order: as `weights_hopper`'s wgmma kernels meet it
 
@@ -152,10 +151,8 @@ def _zeros(index: int) -> torch.Tensor:
 
 
 def _few(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, outputs: int, columns: int,
-    group_rows: int, kind: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, outputs: int, columns: int, out_dtype: torch.dtype
+) -> torch.Tensor:
     """Launches `weights_hopper.linear_rows`."""
     from cedar.kernels.weights_hopper import linear_rows
 
@@ -168,8 +165,8 @@ def _few(
     out = torch.empty(tokens, outputs, dtype=out_dtype, device=x.device)
     part = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     linear_rows[(tiles, wide, splits)](
-        x, weight, scale, out, part, _zeros(x.device.index or 0), tokens, outputs, group_rows, x.stride(0),
-        columns, kind, together, splits, num_warps=4,
+        x, weight, out, part, _zeros(x.device.index or 0), tokens, outputs, x.stride(0),
+        columns, together, splits, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -180,26 +177,13 @@ def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     flat = x.reshape(-1, columns)
     if flat.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], outputs)
-    fits = columns % 128 == 0 and outputs % 64 == 0 and weight.is_contiguous() and scale.is_contiguous()
-    if flat.shape[0] <= FEW_TOKENS and fits and x.is_cuda and hopper(x.device.index or 0):
-        out = _few(
-            permuted(flat, FOR_FP8),
-            weight.view(torch.uint8),
-            scale,
-            outputs,
-            columns,
-            outputs,
-            0,
-            torch.bfloat16,
-        )
-    elif flat.shape[0] <= SOME_TOKENS and fits and x.is_cuda and hopper(x.device.index or 0):
-        from cedar.kernels.weights_hopper import linear_wide
+    cut = None
+    if x.is_cuda and hopper(x.device.index or 0) and weight.is_contiguous() and scale.is_contiguous():
+        from cedar.kernels import linear_hopper
 
-        out = torch.empty(flat.shape[0], outputs, dtype=torch.bfloat16, device=x.device)
-        linear_wide[(outputs // 64, triton.cdiv(flat.shape[0], 64))](
-            permuted(flat, FOR_FP8 + WIDE), weight.view(torch.uint8), scale, out, flat.shape[0], outputs,
-            columns, num_warps=4,
-        )  # fmt: skip
+        cut = linear_hopper.plan(flat.shape[0], outputs, columns)
+    if cut is not None:
+        out = linear_hopper.linear_fp8(flat if flat.stride(1) == 1 else flat.contiguous(), weight, scale, cut)
     elif x.is_cuda:
         out = permuted(flat) @ expand_blocks(weight, scale).T
     else:
@@ -228,7 +212,7 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -
     flat = x.reshape(-1, columns)
     fits = columns % 128 == 0 and outputs % 64 == 0 and weight.is_contiguous() and flat.is_contiguous()
     if 0 < flat.shape[0] <= 16 and fits and hopper(x.device.index or 0):
-        out = _few(flat, weight, weight, outputs, columns, outputs, 1, out_dtype)
+        out = _few(flat, weight, outputs, columns, out_dtype)
     elif out_dtype == torch.bfloat16:
         out = flat @ weight.T
     else:
@@ -237,10 +221,8 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -
 
 
 def grouped_output(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """bf16 [N, G·r]: o bf16 [N, G, C] times weight bf16 [G, r, C] per group."""
-    tokens, groups, columns = o.shape
-    rank = weight.shape[1]
-    fits = columns % 128 == 0 and rank % 64 == 0 and weight.is_contiguous() and o.is_contiguous()
-    if 0 < tokens <= 16 and fits and hopper(o.device.index or 0):
-        return _few(o.view(tokens, -1), weight, weight, groups * rank, columns, rank, 1, torch.bfloat16)
-    return torch.bmm(o.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).reshape(tokens, groups * rank)
+    """bf16 [N, G·r]: o bf16 [N, G, C] times weight bf16 [G, r, C] per group: a library product, in place."""
+    tokens, groups, _ = o.shape
+    out = torch.empty(tokens, groups, weight.shape[1], dtype=torch.bfloat16, device=o.device)
+    torch.bmm(o.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out.view(tokens, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from cedar.kernels import mhc_ref
 from cedar.kernels.contract import Contract
@@ -69,6 +71,10 @@ def mhc_expand(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch
     return mhc_ref.expand(x, y, post, comb)
 
 
+Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
 def mhc_boundary(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -77,10 +83,39 @@ def mhc_boundary(
     pre: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def mhc_boundary(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
+) -> tuple[torch.Tensor, torch.Tensor, Mixes]: ...
+
+
+def mhc_boundary(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Mixes]:
     """Between two sublayers, one launch on a GPU: (X' [N, hc, d], norm(collapse(X', pre)) [N, d]), bf16.
 
-    The same as `mhc_expand`, `mhc_collapse` of the result with the pre handed in, `rms_norm` of that.
+    The same as `mhc_expand`, `mhc_collapse` of the result with the pre handed in, `rms_norm` of that. With
+    mix = (fn, scale, base, eps, hc_eps, iters), also what `mhc_mix` makes of X': (pre, post, comb), in the
+    same launch.
     """
     if x.is_cuda and x.shape[1] == 4:
         from cedar.kernels import mhc_triton
@@ -92,8 +127,17 @@ def mhc_boundary(
         c.expect("comb", comb, "N hc hc", torch.float32)
         c.expect("pre", pre, "N hc", torch.float32)
         c.expect("norm_weight", norm_weight, "d", torch.bfloat16)
+        if mix is not None:
+            c.dims |= {"mixes": 24, "flat": 4 * c.dims["d"]}
+            c.expect("fn", mix[0], "mixes flat", torch.float32, torch.float64)
+            c.expect("scale", mix[1], "3", torch.float32)
+            c.expect("base", mix[2], "mixes", torch.float32)
+            c.require("iters", mix[5] > 0, f"must be positive, got {mix[5]}")
+            wanted = (mix[0].to(torch.float32), *mix[1:])
+            return mhc_triton.sublayer(x, (y, post, comb), pre, (norm_weight, eps), wanted)
         streams, row = mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
         assert row is not None
         return streams, row
     streams = mhc_expand(x, y, post, comb)
-    return streams, rms_norm(mhc_collapse(streams, pre), norm_weight, eps)
+    row = rms_norm(mhc_collapse(streams, pre), norm_weight, eps)
+    return (streams, row) if mix is None else (streams, row, mhc_mix(streams, *mix))

@@ -16,7 +16,10 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, bf16_round, to_bf16
+
+FEW = 64  # tokens up to which a program takes few of them; beyond, on Hopper, `mhc_hopper`
 
 
 @triton.jit
@@ -204,3 +207,222 @@ def mix(
             streams, together, 128, fn.shape[0], splits, num_warps=4,
         )  # fmt: skip
     return pre, post, comb
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x within an ulp."""
+    if INTERPRETED:
+        out = 1.0 / x
+    else:
+        out = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return out
+
+
+@triton.jit
+def _column(z, mix, j):
+    """[T]: column j of z [T, 32]."""
+    return tl.sum(tl.where((mix == j)[None, :], z, 0.0), axis=1)
+
+
+@triton.jit
+def _even(a, b, c, d, eps):
+    """Four values over their sum + eps."""
+    r = _inverse((((a + b) + c) + d) + eps)
+    return a * r, b * r, c * r, d * r
+
+
+@triton.jit
+def _soft(a, b, c, d, eps):
+    """Their softmax + eps."""
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a = tl.exp(a - top)
+    b = tl.exp(b - top)
+    c = tl.exp(c - top)
+    d = tl.exp(d - top)
+    r = _inverse(((a + b) + c) + d)
+    return a * r + eps, b * r + eps, c * r + eps, d * r + eps
+
+
+@triton.jit
+def _sublayer(
+    x_ptr, y_ptr, post_ptr, comb_ptr, pre_ptr, norm_ptr, out_ptr, row_ptr, fn_ptr, scale_ptr, base_ptr,
+    part_ptr, rows_ptr, count_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr, tokens, width, eps, mix_eps,
+    hc_eps, rounds,
+    T: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, SP2: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (SPLITS, ceil(tokens / T)): B channels of T tokens a program; the last of a group of SPLITS
+    finishes.
+
+    part fp32 [programs, T, 32]: z's sums, the sum of squares in the last column; rows float64 [programs, T]:
+    squares of the collapsed rows.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(0)
+    tile = tl.program_id(1)
+    token = tile * T + tl.arange(0, T)
+    mine = token < tokens
+    mix = tl.arange(0, 32)
+    row = token.to(tl.int64)
+    at = split * B + tl.arange(0, B)
+    fits = at < width
+    inside = mine[:, None] & fits[None, :]
+    base = row[:, None] * 4 * width + at[None, :]
+    x0 = tl.load(x_ptr + base, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + base + width, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + base + 2 * width, mask=inside, other=0.0).to(tl.float32)
+    x3 = tl.load(x_ptr + base + 3 * width, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row[:, None] * width + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([T, B], tl.float32)
+    squares = tl.zeros([T, B], tl.float32)
+    z = tl.zeros([T, 32, B], tl.float32)
+    for t in tl.static_range(4):
+        comb = comb_ptr + row * 16 + t
+        fn = tl.load(
+            fn_ptr + mix[:, None] * (4 * width) + t * width + at[None, :],
+            mask=(mix < 24)[:, None] & fits[None, :],
+            other=0.0,
+        )
+        new = tl.load(comb, mask=mine, other=0.0)[:, None] * x0
+        new = new + tl.load(comb + 4, mask=mine, other=0.0)[:, None] * x1
+        new = new + tl.load(comb + 8, mask=mine, other=0.0)[:, None] * x2
+        new = new + tl.load(comb + 12, mask=mine, other=0.0)[:, None] * x3
+        new = bf16_round(new + tl.load(post_ptr + row * 4 + t, mask=mine, other=0.0)[:, None] * y)
+        tl.store(out_ptr + base + t * width, to_bf16(new), mask=inside)
+        total = total + tl.load(pre_ptr + row * 4 + t, mask=mine, other=0.0)[:, None] * new
+        squares += new * new
+        z = tl.fma(
+            tl.broadcast_to(fn[None, :, :], [T, 32, B]), tl.broadcast_to(new[:, None, :], [T, 32, B]), z
+        )
+    total = bf16_round(total)
+    tl.store(row_ptr + row[:, None] * width + at[None, :], to_bf16(total), mask=inside)
+    wide = total.to(tl.float64)
+    group = tile * SPLITS
+    here = (group + split) * T + tl.arange(0, T)
+    tl.store(rows_ptr + here, tl.sum(wide * wide, axis=1))
+    z = tl.sum(z, axis=2)
+    z = tl.where((mix == 31)[None, :], tl.sum(squares, axis=1)[:, None], z)
+    tl.store(part_ptr + here[:, None] * 32 + mix[None, :], z)
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
+        s = tl.arange(0, SP2)
+        cells = tl.arange(0, T * 32)
+        z = tl.load(
+            part_ptr + (group + s)[:, None] * (T * 32) + cells[None, :],
+            mask=(s < SPLITS)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        each = tl.arange(0, T)
+        row_squares = tl.load(
+            rows_ptr + (group + s)[:, None] * T + each[None, :],
+            mask=(s < SPLITS)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        factor = 1.0 / tl.sqrt(tl.sum(row_squares, axis=0) / width + eps)
+        z = tl.reshape(tl.sum(z, axis=0), [T, 32])
+        high = factor.to(tl.float32)
+        low = (factor - high.to(tl.float64)).to(tl.float32)
+        for start in range(0, width, BN):
+            n = start + tl.arange(0, BN)
+            there = mine[:, None] & (n < width)[None, :]
+            place = row_ptr + row[:, None] * width + n[None, :]
+            p = tl.load(place, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+            p = p * tl.load(norm_ptr + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
+            if INTERPRETED:
+                normed = (p.to(tl.float64) * factor[:, None]).to(tl.float32)
+            else:
+                normed = tl.fma(p, tl.broadcast_to(high[:, None], [T, BN]), p * low[:, None])
+            tl.store(place, to_bf16(normed), mask=there)
+        z = z / tl.sqrt(_column(z, mix, 31) / (4 * width) + mix_eps)[:, None]
+        which = tl.where(mix < 4, 0, tl.where(mix < 8, 1, 2))
+        z = (
+            z * tl.load(scale_ptr + which)[None, :]
+            + tl.load(base_ptr + mix, mask=mix < 24, other=0.0)[None, :]
+        )
+        cell = row[:, None] * 4 + mix[None, :]
+        gate = _sigmoid(z)
+        tl.store(new_pre_ptr + cell, gate + hc_eps, mask=mine[:, None] & (mix < 4)[None, :])
+        tl.store(new_post_ptr + cell - 4, 2 * gate, mask=mine[:, None] & ((mix >= 4) & (mix < 8))[None, :])
+        a0, a1, a2, a3 = _soft(
+            _column(z, mix, 8), _column(z, mix, 9), _column(z, mix, 10), _column(z, mix, 11), hc_eps
+        )
+        b0, b1, b2, b3 = _soft(
+            _column(z, mix, 12), _column(z, mix, 13), _column(z, mix, 14), _column(z, mix, 15), hc_eps
+        )
+        c0, c1, c2, c3 = _soft(
+            _column(z, mix, 16), _column(z, mix, 17), _column(z, mix, 18), _column(z, mix, 19), hc_eps
+        )
+        d0, d1, d2, d3 = _soft(
+            _column(z, mix, 20), _column(z, mix, 21), _column(z, mix, 22), _column(z, mix, 23), hc_eps
+        )
+        a0, b0, c0, d0 = _even(a0, b0, c0, d0, hc_eps)
+        a1, b1, c1, d1 = _even(a1, b1, c1, d1, hc_eps)
+        a2, b2, c2, d2 = _even(a2, b2, c2, d2, hc_eps)
+        a3, b3, c3, d3 = _even(a3, b3, c3, d3, hc_eps)
+        for _ in range(rounds - 1):
+            a0, a1, a2, a3 = _even(a0, a1, a2, a3, hc_eps)
+            b0, b1, b2, b3 = _even(b0, b1, b2, b3, hc_eps)
+            c0, c1, c2, c3 = _even(c0, c1, c2, c3, hc_eps)
+            d0, d1, d2, d3 = _even(d0, d1, d2, d3, hc_eps)
+            a0, b0, c0, d0 = _even(a0, b0, c0, d0, hc_eps)
+            a1, b1, c1, d1 = _even(a1, b1, c1, d1, hc_eps)
+            a2, b2, c2, d2 = _even(a2, b2, c2, d2, hc_eps)
+            a3, b3, c3, d3 = _even(a3, b3, c3, d3, hc_eps)
+        out = tl.join(tl.join(tl.join(a0, a1), tl.join(a2, a3)), tl.join(tl.join(b0, b1), tl.join(b2, b3)))
+        rest = tl.join(tl.join(tl.join(c0, c1), tl.join(c2, c3)), tl.join(tl.join(d0, d1), tl.join(d2, d3)))
+        out = tl.join(out, rest)  # [T, low of t, high of t, low of s, high of s]
+        out = tl.reshape(tl.permute(out, (0, 4, 3, 2, 1)), [T, 16])
+        tl.store(new_comb_ptr + row[:, None] * 16 + tl.arange(0, 16)[None, :], out, mask=mine[:, None])
+        tl.atomic_xchg(count_ptr + tile, 0)
+
+
+def sublayer(
+    x: torch.Tensor,
+    expand: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pre: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`boundary` and the mix of the new streams, in one launch: (X', row, (pre, post, comb)).
+
+    mix = (fn fp32, scale, base, eps, hc_eps, rounds); the rest as `boundary`.
+    """
+    tokens, streams, width = x.shape
+    device = x.device
+    x = x.contiguous()
+    y, post, comb = (t.contiguous() for t in expand)
+    fn, scale, base, mix_eps, hc_eps, rounds = mix
+    row = torch.empty(tokens, width, dtype=x.dtype, device=device)
+    out = torch.empty_like(x)
+    new_pre, new_post = (torch.empty(tokens, streams, dtype=torch.float32, device=device) for _ in range(2))
+    new_comb = torch.empty(tokens, streams, streams, dtype=torch.float32, device=device)
+    result = (out, row, (new_pre, new_post, new_comb))
+    if tokens == 0:
+        return result
+    on_hopper = x.is_cuda and hopper(device.index or 0)
+    given = (x, y, post, comb, pre.contiguous(), norm[0], out, row, fn.contiguous(), scale, base)
+    if on_hopper and tokens > FEW and width % 64 == 0:
+        from cedar.kernels import mhc_hopper
+
+        mhc_hopper.sublayer(given, result, tokens, norm[1], mix_eps, hc_eps, rounds)
+        return result
+    together = 1 if tokens <= 8 else 2
+    size = min(128, triton.next_power_of_2(width))
+    splits = triton.cdiv(width, size)
+    tiles = triton.cdiv(tokens, together)
+    part = torch.empty(tiles * splits * together, 32, dtype=torch.float32, device=device)
+    rows = torch.empty(tiles * splits * together, dtype=torch.float64, device=device)
+    _sublayer[(splits, tiles)](
+        *given, part, rows, _zeros(device), new_pre, new_post, new_comb, tokens, width, norm[1], mix_eps,
+        hc_eps, rounds, together, size, splits, triton.next_power_of_2(splits),
+        min(triton.next_power_of_2(width), 8192 // together), on_hopper,
+        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if on_hopper else {}),
+    )  # fmt: skip
+    return result

@@ -25,8 +25,11 @@ def rows_view(pages: torch.Tensor, plane: tuple[int, int, int]) -> torch.Tensor:
 
 
 def check_range(name: str, values: torch.Tensor, low: int, limit: int) -> None:
-    """Refuses integer `values` outside [low, limit); on the CPU alone, since elsewhere looking would wait."""
-    if values.device.type != "cpu" or values.numel() == 0:
+    """Refuses integer `values` outside [low, limit).
+
+    On the CPU, and elsewhere when asked (`checks_indices`), since looking waits for the device there.
+    """
+    if values.numel() == 0 or (values.device.type != "cpu" and not checks_indices()):
         return
     least, most = (int(v) for v in torch.aminmax(values))
     if least < low or most >= limit:

@@ -49,5 +49,9 @@ def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tens
     c = Contract("rope_table")
     c.expect("freqs", freqs, "F", torch.float32)
     c.expect("positions", positions, "N", torch.int64)
+    if positions.is_cuda:
+        from cedar.kernels import rope_triton
+
+        return rope_triton.rope_table(positions, freqs)
     angles = positions.to(torch.float32).unsqueeze(-1) * freqs
     return torch.cos(angles), torch.sin(angles)

@@ -23,7 +23,7 @@ def route(
     c.expect("bias", bias, "E" if bias.dim() == 1 else "N E", torch.float32)
     c.require("k", 0 < k <= c.dims["E"], f"must be 1 to {c.dims['E']}, got {k}")
     if x.is_cuda and weight.dtype == torch.bfloat16:
-        from cedar.kernels import linear_triton, router_triton
+        from cedar.kernels import router_triton
 
-        return router_triton.select(linear_triton.linear_bf16(x, weight, torch.float32), bias, k, scale)
+        return router_triton.route(x, weight, bias, k, scale)
     return router_ref.route(x, weight, bias, k, scale)

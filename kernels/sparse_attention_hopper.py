@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Sparse attention for Hopper's matrix units, 64 heads of 512: FP4 rows become fp16 tiles while wgmma runs.
+"""Sparse attention for Hopper's matrix units, 64 heads of 512: three trades of warps around shared tiles.
 
-One program holds one query's 64 heads. Keys come in tiles of 64, expanded into one of two shared tiles
-(even and odd
-channels apart). In one turn: softmax of the tile's scores; p·k of this tile and q·k of the next, which run
-while the tile
-after that is expanded from raw bytes that were copied a turn ahead. The code is kept small, for at these
-batch sizes a
-multiprocessor runs it once, out of a cold instruction cache.
+One program holds one query's 64 heads (or a split of its keys). Eight warps expand packed keys, 64 a tile, to
+fp16 in one of two shared tiles (`_produce`). Four multiply them with q, take the softmax, and hold half of
+the
+output's channels (`_score`); four hold the other half (`_follow`). They meet at mbarriers, so that bits move
+while the matrix units work. The product of q and a tile keeps shared memory busy by itself: what the
+expansion
+needs meanwhile is in registers already.
 fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
 """
 
@@ -16,141 +16,148 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 2), (4, 6), (1, 3), (5, 7),
-# times 2^-7.
-# A byte goes to the upper byte of a half word; E2M1's three magnitude bits land on fp16's bits 9 to 11:
-# value·2^-14.
-_FP4_ASM = gl.constexpr("""
-{
-.reg .b32 t0, t1, a0, a1, b0, b1, c;
-prmt.b32 t0, $4, 0, 0x1404;
-prmt.b32 t1, $4, 0, 0x3424;
-shr.b32 a0, t0, 3;
-shr.b32 a1, t1, 3;
-and.b32 a0, a0, 0x0E000E00;
-and.b32 a1, a1, 0x0E000E00;
-lop3.b32 a0, t0, 0x80008000, a0, 0xEA;
-lop3.b32 a1, t1, 0x80008000, a1, 0xEA;
-mul.rn.f16x2 $2, a0, $5;
-mul.rn.f16x2 $3, a1, $5;
-shl.b32 b0, t0, 1;
-shl.b32 b1, t1, 1;
-and.b32 b0, b0, 0x0E000E00;
-and.b32 b1, b1, 0x0E000E00;
-shl.b32 c, t0, 4;
-lop3.b32 b0, c, 0x80008000, b0, 0xEA;
-shl.b32 c, t1, 4;
-lop3.b32 b1, c, 0x80008000, b1, 0xEA;
-mul.rn.f16x2 $0, b0, $5;
-mul.rn.f16x2 $1, b1, $5;
-}
-""")
+# Registers a thread of those who follow and produce; those who score have what is left of a multiprocessor's.
+FOLLOW_REGISTERS, PRODUCE_REGISTERS = 168, 72
 
-# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 2) and (1, 3), times 2^-7 (the
-# bits alone: 2^-8).
+# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 1), (2, 3), (4, 5), (6, 7),
+# times 2^-7.
+_FP4_ASM = gl.constexpr(
+    """
+{
+.reg .b32 y, t, a;
+shl.b32 y, $4, 4;
+"""
+    + "".join(
+        f"""
+prmt.b32 t, $4, y, {(j << 12) | ((4 + j) << 4):#06x};
+shr.b32 a, t, 3;
+and.b32 a, a, 0x0E000E00;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
+mul.rn.f16x2 ${j}, a, $5;
+"""
+        for j in range(4)
+    )
+    + "}\n"
+)
+
+# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 1) and (2, 3), times 2^-7 (the bits
+# alone: 2^-8).
 _FP8_ASM = gl.constexpr("""
 {
-.reg .b32 a, b, c;
-shl.b32 a, $2, 7;
+.reg .b32 t, a;
+prmt.b32 t, $2, 0, 0x1404;
+shr.b32 a, t, 1;
 and.b32 a, a, 0x3F803F80;
-shl.b32 c, $2, 8;
-lop3.b32 a, c, 0x80008000, a, 0xEA;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
 mul.rn.f16x2 $0, a, $3;
-shr.b32 b, $2, 1;
-and.b32 b, b, 0x3F803F80;
-lop3.b32 b, $2, 0x80008000, b, 0xEA;
-mul.rn.f16x2 $1, b, $3;
+prmt.b32 t, $2, 0, 0x3424;
+shr.b32 a, t, 1;
+and.b32 a, a, 0x3F803F80;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
+mul.rn.f16x2 $1, a, $3;
 }
 """)
 
-_TILE = gl.constexpr(
-    gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0])
-)  # words [64, 64]: a warp holds whole rows
-_TILE3 = gl.constexpr(
-    gl.BlockedLayout([8, 1, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0])
-)  # the same as [64, 32, 2]
-_WIDE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))  # words [64, 128]
-_WIDE3 = gl.constexpr(
-    gl.BlockedLayout([8, 1, 4], [1, 32, 1], [8, 1, 1], [2, 1, 0])
-)  # the same as [64, 32, 4]
-_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # words [64, 64], 16 bytes a thread
-_COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))  # words [64, 8]
-_SHARED_RAW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_QUERY = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))  # [64, 256]
-_SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
-_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))  # [64, 256]
+
+def _linear(registers, lanes, warps, shape):
+    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], shape))
+
+
+_LANES, _LANES3 = [[1, 0], [2, 0], [4, 0]], [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+_WARPS, _WARPS3 = [[8, 0], [16, 0], [32, 0]], [[8, 0, 0], [16, 0, 0], [32, 0, 0]]
+# In eight warps four lanes hold a row, four neighbouring words at a time, so that loads and stores are 16
+# bytes wide
+# and eight rows' stores meet no bank twice. Words [64, 64] of entries; as [64, 32, 2] for scales.
+_WORDS = [[0, 1], [0, 2], [0, 16], [0, 32]]
+_TILE = _linear(_WORDS, [[0, 4], [0, 8], *_LANES], _WARPS, [64, 64])
+_TILE3 = _linear(
+    [[0, 0, 1], [0, 1, 0], [0, 8, 0], [0, 16, 0]], [[0, 2, 0], [0, 4, 0], *_LANES3], _WARPS3, [64, 32, 2]
+)
+# The same of half the channels of window rows, whose scales are those of eight words, [64, 8, 8].
+_WIDE3 = _linear(
+    [[0, 0, 1], [0, 0, 2], [0, 2, 0], [0, 4, 0]], [[0, 0, 4], [0, 1, 0], *_LANES3], _WARPS3, [64, 8, 8]
+)
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_QUERY = gl.constexpr(
+    gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+)  # words [64, 32], a block of 64 channels
+_SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes as words
+_SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
+# Barriers: how many tiles are used is known; a tile is ready, and free again (both halves of the output
+# have it), two
+# of each; p and its shrinking factors are ready, and free again; the second half of q is ready.
+_NAMED, _READY, _FREE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(3)
+_P_READY, _P_FREE, _Q_READY = gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
+# Words [64, 128] of an accumulator's pairs, two neighbours a thread.
+_OUT = _linear(
+    [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [8, 0]],
+    [[0, 4], [0, 2], [1, 0], [2, 0], [4, 0]],
+    [[16, 0], [32, 0]],
+    [64, 128],
+)
 
 
 @gluon.jit
-def _start_copy(
-    pages, here, raw, raw_scales,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
-    """Starts copying the raw bytes of 64 entries, named by page·ROWS + row (negative: none), into shared
-    memory.
-    """
-    words = pages.to(gl.pointer_type(gl.int32))
-    flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY)), 0).to(gl.uint32)
-    start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + PAYLOAD // 4 + ((flat % ROWS) * 64).to(gl.int64)
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _COPY))
-    async_copy.async_copy_global_to_shared(raw, words + start[:, None] + columns[None, :])
-    flat = gl.maximum(here.load(gl.SliceLayout(1, _COPY_SCALES)), 0).to(gl.uint32)
-    start = (flat // ROWS).to(gl.int64) * (PAGE // 4) + SCALES // 4 + ((flat % ROWS) * 8).to(gl.int64)
-    columns = gl.arange(0, 8, layout=gl.SliceLayout(0, _COPY_SCALES))
-    async_copy.async_copy_global_to_shared(raw_scales, words + start[:, None] + columns[None, :])
-    async_copy.commit_group()
+def _halves_of(tile):
+    """A tile of words [64, 256] as its two halves of 256 channels [2, 64, 128]."""
+    return tile._reinterpret(gl.int32, [2, 64, 128], _SHARED_WORDS)
 
 
 @gluon.jit
-def _take_copy(here, raw, raw_scales):
-    """The copied bytes: payload words [64, 64], scale bytes [64, 32], scale 0 where there is no entry."""
-    async_copy.wait_group(0)
-    named = here.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3)))
-    scales = raw_scales._reinterpret(gl.uint8, [64, 32], _SHARED_RAW).load(gl.SliceLayout(2, _TILE3))
-    return raw.load(_TILE), gl.where(named[:, None] >= 0, scales, 0)
+def _sources(pages, place, place_s, UNIT: gl.constexpr):
+    """Where the payloads and scales of 64 entries lie, from their byte offsets over UNIT."""
+    start = pages + place.load(gl.SliceLayout(1, _TILE)) * UNIT
+    start_s = pages + place_s.load(gl.SliceLayout(1, gl.SliceLayout(2, _TILE3))) * UNIT
+    return start.to(gl.pointer_type(gl.int32), bitcast=True), start_s
 
 
 @gluon.jit
-def _expand_entries(payload, scales, even, odd):
-    """Writes raw entries as fp16·2^-7 into the shared tiles (words) of even and of odd channels."""
-    bits = scales.to(gl.int32) * 0x00800080  # E4M3's bits as two fp16: value·2^-8
+def _load_entries(start, start_s):
+    """Raw words [64, 64] and scale bytes [64, 32] of 64 entries."""
+    word = gl.arange(0, 64, layout=gl.SliceLayout(0, _TILE))
+    group = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _TILE3)))
+    return gl.load(start[:, None] + word[None, :]), gl.load(start_s[:, None] + group[None, :]).to(gl.int32)
+
+
+@gluon.jit
+def _expand_entries(payload, scales, tile):
+    """Writes raw entries as fp16·2^-7."""
+    bits = scales * 0x00800080  # E4M3's bits as two fp16: value·2^-8
     power = gl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, 0x78007800], dtype=gl.int32, is_pure=True, pack=1
     )
     wide = power[:, :, None] + gl.full([64, 32, 2], 0, gl.int32, _TILE3)
     scale = gl.convert_layout(gl.reshape(wide, [64, 64]), _TILE, assert_trivial=True)
-    e0, e1, o0, o1 = gl.inline_asm_elementwise(
+    a, b, c, d = gl.inline_asm_elementwise(
         _FP4_ASM, "=r,=r,=r,=r,r,r", [payload, scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    even.store(gl.reshape(gl.join(e0, e1), [64, 128]))
-    odd.store(gl.reshape(gl.join(o0, o1), [64, 128]))
+    both = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 1, 3, 2))
+    tile.store(gl.reshape(both, [64, 256]))
 
 
 @gluon.jit
-def _load_window(window, flat_tile):
-    """Raw bytes of 64 window rows: words of E4M3 [64, 128], scale bytes [64, 32] (each of 16, twice)."""
-    flat = gl.maximum(flat_tile.load(gl.SliceLayout(1, _WIDE)), 0)
-    columns = gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE))
-    words = gl.load(
-        window.to(gl.pointer_type(gl.int32)) + (flat.to(gl.int64) * 132)[:, None] + columns[None, :]
-    )
-    named = flat_tile.load(gl.SliceLayout(1, gl.SliceLayout(2, _WIDE3)))
-    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, _WIDE3))) // 2
-    scales = gl.load(window + (gl.maximum(named, 0).to(gl.int64) * 528 + 512)[:, None] + groups[None, :])
-    return words, gl.where(named[:, None] >= 0, scales, 0)
+def _load_window(window, here, h):
+    """Half h of the raw words [64, 64] and scale bytes [64, 8] of 64 window rows."""
+    flat = gl.maximum(here.load(gl.SliceLayout(1, _TILE)), 0)
+    word = h * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, _TILE))
+    words = gl.load(window.to(gl.pointer_type(gl.int32)) + (flat.to(gl.int64) * 132)[:, None] + word[None, :])
+    flat = gl.maximum(here.load(gl.SliceLayout(1, gl.SliceLayout(2, _WIDE3))), 0)
+    group = 512 + h * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, _WIDE3)))
+    return words, gl.load(window + (flat.to(gl.int64) * 528)[:, None] + group[None, :]).to(gl.int32)
 
 
 @gluon.jit
-def _expand_window(words, scales, even, odd):
+def _expand_window(words, scales, half):
     """The same of window rows."""
     code = scales.to(gl.int32)
     normal = (gl.minimum(code, 141) - 111) << 10
@@ -158,123 +165,19 @@ def _expand_window(words, scales, even, odd):
         gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0))
         * 0x00010001
     )
-    wide = power[:, :, None] + gl.full([64, 32, 4], 0, gl.int32, _WIDE3)
-    scale = gl.convert_layout(gl.reshape(wide, [64, 128]), _WIDE, assert_trivial=True)
-    low, high = gl.inline_asm_elementwise(
+    wide = power[:, :, None] + gl.full([64, 8, 8], 0, gl.int32, _WIDE3)
+    scale = gl.convert_layout(gl.reshape(wide, [64, 64]), _TILE, assert_trivial=True)
+    a, b = gl.inline_asm_elementwise(
         _FP8_ASM, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    even.store(low)
-    odd.store(high)
+    half.store(gl.reshape(gl.join(a, b), [64, 128]))
 
 
 @gluon.jit
-def _half_tile(words):
-    """A shared tile of words [64, 128] as the fp16 [64, 256] that wgmma reads."""
-    return words._reinterpret(gl.float16, [64, 256], _SHARED)
-
-
-@gluon.jit
-def _scores(q_even, q_odd, even, odd):
-    s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
-    s = warpgroup_mma(q_even, _half_tile(even).permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(q_odd, _half_tile(odd).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _softmax(s, flat_tile, top, total, scale):
-    """One tile's p (fp16), the factor for what was summed before, and the new running maximum and sums."""
-    present = flat_tile.load(gl.SliceLayout(0, _SCORE)) >= 0
-    s = gl.where(present[None, :], s * scale, float("-inf"))
-    new_top = gl.maximum(top, gl.max(s, axis=1))
-    p = gl.exp2(s - new_top[:, None])
-    shrink = gl.exp2(top - new_top)
-    return p.to(gl.float16), shrink, new_top, total * shrink[:, None] + p
-
-
-@gluon.jit
-def _shrink(x, shrink):
-    return x * gl.convert_layout(shrink, gl.SliceLayout(1, _ACC), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _pack(even, odd):
-    """Words of two bf16, even in the lower half, nearest even."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _turn(words, cos, sin):
-    """Rotates pairs of bf16 (words) by (cos, sin)."""
-    even = (words << 16).to(gl.float32, bitcast=True)
-    odd = (words & -65536).to(gl.float32, bitcast=True)
-    return _pack(even * cos - odd * sin, even * sin + odd * cos)
-
-
-@gluon.jit
-def attend_hopper(
-    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
-    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count,
-    scale,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-    TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, SPLITS): TILES of 64 entries are shared out over the splits; the first takes the
-    window's two too.
+def _span(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
+    """A split's first tile and how many it takes: the first has the window's two, then its share of
+    entries.
     """
-    token = gl.program_id(0).to(gl.int64)
-    split = gl.program_id(1)
-
-    # Which rows the tiles read: page·ROWS + row for entries, the window row for window keys, -1 for none.
-    name_layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    shared_names: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    name_space = gl.allocate_shared_memory(gl.int32, [NAMES], shared_names)
-    names = name_space._reinterpret(gl.int32, [NAMES // 64, 64], shared_names)
-    lane = gl.arange(0, NAMES, layout=name_layout)
-    row = gl.load(rows_ptr + token * row_count + lane, mask=lane < row_count, other=-1)
-    name = gl.minimum(row, window_count - 1).to(gl.int32)
-    last = 0
-    if TILES > 0:
-        sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
-        where = lane - 128
-        entry = gl.load(
-            entries_ptr + token * entry_count + where, mask=(where >= 0) & (where < entry_count), other=-1
-        )
-        column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
-        page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
-        page = gl.minimum(gl.maximum(page, 0), page_count - 1)
-        name = gl.where(entry >= 0, page * ROWS + entry % ROWS, name)
-        last = gl.max(gl.where(entry >= 0, where + 1, 0), axis=0)
-    name_space.store(name)
-
-    # q: pairs of bf16 (even, odd) as words, rotated, into two shared tiles.
-    q_even = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
-    q_odd = gl.allocate_shared_memory(gl.float16, [64, 256], _SHARED)
-    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, _QUERY))
-    pairs = gl.arange(0, 256, layout=gl.SliceLayout(0, _QUERY))
-    words = gl.load(
-        q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + heads[:, None] * 256 + pairs[None, :]
-    )
-    if HALF_ROPE > 0:
-        turn = pairs - (256 - HALF_ROPE)
-        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
-        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
-        words = _turn(words, cos[None, :], sin[None, :])
-    q_even.store((words << 16).to(gl.float32, bitcast=True).to(gl.float16))
-    q_odd.store((words & -65536).to(gl.float32, bitcast=True).to(gl.float16))
-
-    k_even = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
-    k_odd = gl.allocate_shared_memory(gl.int32, [2, 64, 128], _SHARED_WORDS)
-    p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
-    o_even = gl.full([64, 256], 0.0, gl.float32, _ACC)
-    o_odd = gl.full([64, 256], 0.0, gl.float32, _ACC)
-    top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
-    total = gl.full([64, 64], 0.0, gl.float32, _SCORE)
-
-    # This split's tiles: names[base : base + count]. The first split has the window's two, then its share
-    # of entries.
-    used = (last + 63) // 64
     if SPLITS == 1:
         base = 0
         count = 2 + used
@@ -284,81 +187,283 @@ def attend_hopper(
         each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
         base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
         count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
+    return base, count
 
-    raw = gl.allocate_shared_memory(gl.int32, [64, 64], _SHARED_RAW)
-    raw_scales = gl.allocate_shared_memory(gl.int32, [64, 8], _SHARED_RAW)
+
+@gluon.jit
+def _used(used_space):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(used_space.load(layout), axis=0)
+
+
+@gluon.jit
+def _produce(
+    pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr,
+    page_count, sequences, table_width, window_count, entry_count, row_count,
+    present_space, rows, names, places, places_s, used_space, tiles, bars,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, NAMES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Expands tiles into shared memory, half a tile a turn, two tiles ahead of those who use them."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    UNIT: gl.constexpr = 16 if PAGE % 16 + PAYLOAD % 16 + SCALES % 16 == 0 else 4
+    token = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1)
+    near = gl.arange(0, 128, layout=line)
+    row = gl.load(rows_ptr + token * row_count + near, mask=near < row_count, other=-1)
+    if TILES > 0:
+        lane = gl.arange(0, NAMES, layout=line)
+        entry = gl.load(entries_ptr + token * entry_count + lane, mask=lane < entry_count, other=-1)
+        sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
+    rows._reinterpret(gl.int32, [128], _FLAT).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    words, codes = _load_window(window_ptr, rows.index(0), 0)
+    used = 0
+    if TILES > 0:
+        column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
+        page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
+        page = gl.minimum(gl.maximum(page, 0), page_count - 1)
+        first_byte = page.to(gl.int64) * PAGE
+        line_of = gl.maximum(entry, 0) % ROWS
+        names._reinterpret(gl.int32, [NAMES], _FLAT).store(entry)
+        places._reinterpret(gl.int64, [NAMES], _FLAT).store((first_byte + PAYLOAD + line_of * 256) // UNIT)
+        places_s._reinterpret(gl.int64, [NAMES], _FLAT).store((first_byte + SCALES + line_of * 32) // UNIT)
+        used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
+    used_space.store(gl.full([32], 0, gl.int32, line) + used)
+    mbarrier.arrive(bars.index(_NAMED), count=1)
+    base, count = _span(split, used, TILES, SPLITS)
+    first = 0
     if split == 0:
-        if TILES > 0:
-            _start_copy(pages_ptr, names.index(2), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
-        near, near_scale = _load_window(window_ptr, names.index(0))
-        far, far_scale = _load_window(window_ptr, names.index(1))
-        _expand_window(near, near_scale, k_even.index(0), k_odd.index(0))
-        _expand_window(far, far_scale, k_even.index(1), k_odd.index(1))
-    else:
-        for t in range(gl.minimum(count, 2)):
-            _start_copy(pages_ptr, names.index(base + t), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
-            payload, scales = _take_copy(names.index(base + t), raw, raw_scales)
-            _expand_entries(payload, scales, k_even.index(t), k_odd.index(t))
-        if count > 2:
-            _start_copy(pages_ptr, names.index(base + 2), raw, raw_scales, ROWS, PAGE, PAYLOAD, SCALES)
-    if count > 0:
-        fence_async_shared()
-        s = warpgroup_mma_wait(0, deps=[_scores(q_even, q_odd, k_even.index(0), k_odd.index(0))])
-        for t in range(count - 1):
-            here = t & 1
-            p, shrink, top, total = _softmax(s, names.index(base + t), top, total, scale)
-            p_shared.store(p)
-            fence_async_shared()
-            acc_even = warpgroup_mma(
-                p_shared, _half_tile(k_even.index(here)), _shrink(o_even, shrink), is_async=True
-            )
-            acc_odd = warpgroup_mma(
-                p_shared, _half_tile(k_odd.index(here)), _shrink(o_odd, shrink), is_async=True
-            )
-            coming = _scores(q_even, q_odd, k_even.index(1 - here), k_odd.index(1 - here))
-            o_even, o_odd = warpgroup_mma_wait(2, deps=[acc_even, acc_odd])
-            if t + 2 < count:
-                payload, scales = _take_copy(names.index(base + t + 2), raw, raw_scales)
-                _start_copy(
-                    pages_ptr, names.index(base + gl.minimum(t + 3, count - 1)), raw, raw_scales,
-                    ROWS, PAGE, PAYLOAD, SCALES,
-                )  # fmt: skip
-                _expand_entries(payload, scales, k_even.index(here), k_odd.index(here))
+        first = 2
+        for u in range(4):
+            after = gl.minimum(u + 1, 3)
+            next_words, next_codes = _load_window(window_ptr, rows.index(after >> 1), after & 1)
+            _expand_window(words, codes, _halves_of(tiles.index(u >> 1)).index(u & 1))
+            words, codes = next_words, next_codes
+            if (u & 1) == 1:
+                present_space.index(u >> 1).store(rows.index(u >> 1).load(line))
                 fence_async_shared()
-            s = warpgroup_mma_wait(0, deps=[coming])
-        p, shrink, top, total = _softmax(s, names.index(base + count - 1), top, total, scale)
-        p_shared.store(p)
-        fence_async_shared()
-        here = (count - 1) & 1
-        o_even = warpgroup_mma(p_shared, _half_tile(k_even.index(here)), _shrink(o_even, shrink))
-        o_odd = warpgroup_mma(p_shared, _half_tile(k_odd.index(here)), _shrink(o_odd, shrink))
-    async_copy.wait_group(0)
+                mbarrier.arrive(bars.index(_READY + (u >> 1)), count=1)
+    if TILES > 0:  # noqa: SIM102 (decided when compiled, unlike the next)
+        if first < count:
+            at = base + first - 2
+            payload, scales = _load_entries(*_sources(pages_ptr, places.index(at), places_s.index(at), UNIT))
+            for t in range(first, count):
+                slot = t & 1
+                mbarrier.wait(bars.index(_FREE + slot), ((t >> 1) & 1) ^ 1)
+                _expand_entries(payload, scales, tiles.index(slot))
+                present_space.index(slot).store(names.index(base + t - 2).load(line))
+                # The fence would wait for loads on their way, and the product that follows keeps shared
+                # memory
+                # busy: addresses are read before both, loads start after the fence.
+                at = base + gl.minimum(t + 1, count - 1) - 2
+                start, start_s = _sources(pages_ptr, places.index(at), places_s.index(at), UNIT)
+                fence_async_shared()
+                mbarrier.arrive(bars.index(_READY + slot), count=1)
+                payload, scales = _load_entries(start, start_s)
 
-    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
-    pair = gl.arange(0, 256, layout=gl.SliceLayout(0, _ACC))
-    denominator = gl.sum(total, axis=1)
+
+@gluon.jit
+def _half_tile(words):
+    return words._reinterpret(gl.float16, [64, 512], _SHARED)
+
+
+@gluon.jit
+def _pack(even, odd):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _pack_half(even, odd):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(words):
+    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, BLOCK: gl.constexpr, HALF_ROPE: gl.constexpr):
+    """Four blocks of 64 channels of a token's q, from BLOCK on, rotated, as fp16 in shared memory."""
+    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _QUERY))
+    pair = gl.arange(0, 32, layout=gl.SliceLayout(0, _QUERY))
+    start = q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
+    blocks = q_tile._reinterpret(gl.int32, [8, 64, 32], _SHARED_WORDS)
+    for b in gl.static_range(BLOCK, BLOCK + 4):
+        words = gl.load(start + b * 32 + head[:, None] * 256 + pair[None, :])
+        even, odd = _unpack(words)
+        if (b + 1) * 32 > 256 - HALF_ROPE:
+            turn = b * 32 + pair - (256 - HALF_ROPE)
+            cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
+            sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
+            even, odd = _unpack(_pack(even * cos - odd * sin, even * sin + odd * cos))
+        blocks.index(b).store(_pack_half(even, odd))
+    fence_async_shared()
+
+
+@gluon.jit
+def _shrink(x, shrink):
+    return x * gl.convert_layout(shrink, gl.SliceLayout(1, _ACC), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _write(
+    o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr,
+    COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Writes 256 channels from COLUMN on."""
+    token = gl.program_id(0).to(gl.int64)
+    even, odd = gl.split(gl.reshape(o * factor[:, None], [64, 128, 2]))
     if SPLITS > 1:
-        alive = denominator > 0
-        factor = gl.where(alive, 128.0 / gl.where(alive, denominator, 1.0), 0.0)
-        lse = gl.where(alive, top + gl.log2(gl.where(alive, denominator, 1.0)), float("-inf"))
-        cell = (token * SPLITS + split) * 64
-        gl.store(lse_ptr + cell + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE)), lse)
-        target = part_ptr + cell * 512 + head[:, None] * 256 + pair[None, :]
-        gl.store(target, _shrink(o_even, factor).to(gl.float16))
-        gl.store(target + 64 * 256, _shrink(o_odd, factor).to(gl.float16))
+        words = _pack_half(even, odd)
+        start = part_ptr.to(gl.pointer_type(gl.int32)) + (token * SPLITS + gl.program_id(1)) * 16384
     else:
-        sink = gl.load(sink_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE))) * 1.4426950408889634
-        peak = gl.maximum(top, sink)
-        factor = gl.exp2(top - peak) * 128.0 / (denominator * gl.exp2(top - peak) + gl.exp2(sink - peak))
-        even = _shrink(o_even, factor)
-        odd = _shrink(o_odd, factor)
-        if HALF_ROPE > 0:
-            turn = pair - (256 - HALF_ROPE)
+        start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
+        if HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE:
+            turn = (
+                COLUMN // 2
+                + gl.arange(0, 128, layout=gl.SliceLayout(0, even.type.layout))
+                - (256 - HALF_ROPE)
+            )
             cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
             sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
             words = _pack(even * cos + odd * sin, odd * cos - even * sin)
         else:
             words = _pack(even, odd)
-        gl.store(
-            out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + head[:, None] * 256 + pair[None, :], words
-        )
+    words = gl.convert_layout(words, _OUT)  # neighbours of a row to one thread
+    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _OUT))
+    pair = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, _OUT))
+    gl.store(start + head[:, None] * 256 + pair[None, :], words)
+
+
+@gluon.jit
+def _score(
+    q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, scale,
+    present_space, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
+    TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax, and the first 256 channels of the output."""
+    token = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1)
+    _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, 0, HALF_ROPE)
+    mbarrier.wait(bars.index(_NAMED), 0)
+    _, count = _span(split, _used(used_space), TILES, SPLITS)
+    mbarrier.wait(bars.index(_Q_READY), 0)
+    o = gl.full([64, 256], 0.0, gl.float32, _ACC)
+    top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
+    total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
+    for t in range(count):
+        slot = t & 1
+        mbarrier.wait(bars.index(_READY + slot), (t >> 1) & 1)
+        tile = _half_tile(tiles.index(slot))
+        s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
+        s = warpgroup_mma(_half_tile(q_tile), tile.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        present = present_space.index(slot).load(gl.SliceLayout(0, _SCORE)) >= 0
+        s = gl.where(present[None, :], s, float("-inf"))
+        new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
+        p = gl.exp2(s * scale - new_top[:, None])
+        shrink = gl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + gl.sum(p, axis=1)
+        mbarrier.wait(bars.index(_P_FREE), (t & 1) ^ 1)
+        p_shared.store(p.to(gl.float16))
+        shrink_shared.store(shrink)
+        fence_async_shared()
+        mbarrier.arrive(bars.index(_P_READY), count=1)
+        o = warpgroup_mma(p_shared, tile.slice(0, 256, dim=1), _shrink(o, shrink), is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(bars.index(_FREE + slot), count=1)
+    if SPLITS > 1:
+        alive = total > 0
+        factor = gl.where(alive, 128.0 / gl.where(alive, total, 1.0), 0.0)
+        lse = gl.where(alive, top + gl.log2(gl.where(alive, total, 1.0)), float("-inf"))
+        cell = (token * SPLITS + split) * 64
+        gl.store(lse_ptr + cell + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE)), lse)
+    else:
+        sink = gl.load(sink_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE))) * 1.4426950408889634
+        peak = gl.maximum(top, sink)
+        factor = gl.exp2(top - peak) * 128.0 / (total * gl.exp2(top - peak) + gl.exp2(sink - peak))
+    mbarrier.wait(bars.index(_P_FREE), (count & 1) ^ 1)
+    shrink_shared.store(factor)
+    mbarrier.arrive(bars.index(_P_READY), count=1)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, _ACC), assert_trivial=True)
+    _write(o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr, 0, HALF_ROPE, SPLITS)
+
+
+@gluon.jit
+def _follow(
+    q_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
+    TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """The other 256 channels of the output."""
+    _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, gl.program_id(0).to(gl.int64), 4, HALF_ROPE)
+    mbarrier.arrive(bars.index(_Q_READY), count=1)
+    mbarrier.wait(bars.index(_NAMED), 0)
+    _, count = _span(gl.program_id(1), _used(used_space), TILES, SPLITS)
+    o = gl.full([64, 256], 0.0, gl.float32, _ACC)
+    for t in range(count):
+        slot = t & 1
+        mbarrier.wait(bars.index(_P_READY), t & 1)
+        shrink = shrink_shared.load(gl.SliceLayout(1, _ACC))
+        tile = _half_tile(tiles.index(slot))
+        o = warpgroup_mma(p_shared, tile.slice(256, 256, dim=1), o * shrink[:, None], is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(bars.index(_P_FREE), count=1)
+        mbarrier.arrive(bars.index(_FREE + slot), count=1)
+    mbarrier.wait(bars.index(_P_READY), count & 1)
+    factor = shrink_shared.load(gl.SliceLayout(1, _ACC))
+    _write(o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr, 256, HALF_ROPE, SPLITS)
+
+
+@gluon.jit(
+    do_not_specialize=["page_count", "sequences", "table_width", "window_count", "entry_count", "row_count"]
+)
+def attend_hopper(
+    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
+    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count,
+    scale,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+    FOLLOW_REGISTERS: gl.constexpr, PRODUCE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, SPLITS). NAMES: entries, rounded up to a power of two."""
+    present_space = gl.allocate_shared_memory(gl.int32, [2, 64], _FLAT)
+    rows_space = gl.allocate_shared_memory(gl.int32, [2, 64], _FLAT)
+    names_space = gl.allocate_shared_memory(gl.int32, [NAMES // 64, 64], _FLAT)
+    places = gl.allocate_shared_memory(gl.int64, [NAMES // 64, 64], _FLAT)
+    places_s = gl.allocate_shared_memory(gl.int64, [NAMES // 64, 64], _FLAT)
+    used_space = gl.allocate_shared_memory(gl.int32, [32], _FLAT)
+    q_tile = gl.allocate_shared_memory(gl.int32, [64, 256], _SHARED_WORDS)
+    tiles = gl.allocate_shared_memory(gl.int32, [2, 64, 256], _SHARED_WORDS)
+    p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
+    shrink_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(8):
+        mbarrier.init(bars.index(b), count=2 if b == _FREE or b == _FREE + 1 else 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_score, (
+                q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, scale,
+                present_space, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
+                TILES, HALF_ROPE, SPLITS,
+            )),
+            (_follow, (
+                q_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, used_space, q_tile, tiles, p_shared,
+                shrink_shared, bars,
+                TILES, HALF_ROPE, SPLITS,
+            )),
+            (_produce, (
+                pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr,
+                page_count, sequences, table_width, window_count, entry_count, row_count,
+                present_space, rows_space, names_space, places, places_s, used_space, tiles, bars,
+                ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, SPLITS,
+            )),
+        ],
+        [4, 8], [FOLLOW_REGISTERS, PRODUCE_REGISTERS],
+    )  # fmt: skip

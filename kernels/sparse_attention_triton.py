@@ -2,10 +2,9 @@
 """Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
 one pass (spec §3).
 
-On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work; here are the kernel for every other
-shape, the join
-of split queries, and the choice. Page and row numbers outside what they index are clamped, so nothing out
-of bounds is read.
+On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, and `sparse_attention_parts_triton`
+where queries are few; here are the kernel for every other shape and the choice. Page and row numbers
+outside what they index are clamped, so nothing out of bounds is read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
+from cedar.kernels.packed_triton import bf16_round, e2m1, to_bf16
+from cedar.kernels.sparse_attention_parts_triton import attend_part, half, join_parts
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132
@@ -36,23 +36,17 @@ def _rope_columns(cos_ptr, sin_ptr, token, HALF: tl.constexpr, HALF_ROPE: tl.con
 
 
 @triton.jit
-def _half(x):
-    """Operand of a dot: fp16, which holds FP4 and FP8 keys exactly; wide where the interpreter wants it."""
-    return x if INTERPRETED else x.to(tl.float16)
-
-
-@triton.jit
 def _fold(q_even, q_odd, k_even, k_odd, present, state, scale):
     """Takes one tile of keys [BN, HALF] into (acc even, acc odd, running maximum, sum)."""
     acc_even, acc_odd, top, total = state
-    s = tl.dot(q_even, tl.trans(_half(k_even)), input_precision="ieee")
-    s += tl.dot(q_odd, tl.trans(_half(k_odd)), input_precision="ieee")
+    s = tl.dot(q_even, tl.trans(half(k_even)), input_precision="ieee")
+    s += tl.dot(q_odd, tl.trans(half(k_odd)), input_precision="ieee")
     s = tl.where(present[None, :], s * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, axis=1))
     p = tl.exp2(s - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    acc_even = acc_even * shrink[:, None] + tl.dot(_half(p), _half(k_even), input_precision="ieee")
-    acc_odd = acc_odd * shrink[:, None] + tl.dot(_half(p), _half(k_odd), input_precision="ieee")
+    acc_even = acc_even * shrink[:, None] + tl.dot(half(p), half(k_even), input_precision="ieee")
+    acc_odd = acc_odd * shrink[:, None] + tl.dot(half(p), half(k_odd), input_precision="ieee")
     return acc_even, acc_odd, new_top, total * shrink + tl.sum(p, axis=1)
 
 
@@ -75,8 +69,8 @@ def _attend(
     if HALF_ROPE > 0:
         cos, sin = _rope_columns(cos_ptr, sin_ptr, token, HALF, HALF_ROPE)
         q_even, q_odd = _turn(q_even, q_odd, cos, sin)
-    q_even = _half(q_even)
-    q_odd = _half(q_odd)
+    q_even = half(q_even)
+    q_odd = half(q_odd)
     acc = tl.zeros([BH, HALF], tl.float32)
     state = (acc, acc, tl.full([BH], -1e30, tl.float32), tl.zeros([BH], tl.float32))
     lane = tl.arange(0, BN)
@@ -136,44 +130,18 @@ def _write(even, odd, at, mask, cos_ptr, sin_ptr, token, HALF: tl.constexpr, HAL
     tl.store(at + 1, to_bf16(odd), mask=mask)
 
 
-@triton.jit
-def _join(
-    part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_ROPE: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, HEADS / BH): the splits' outputs weighted by their sums, with the sink."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    pair = tl.arange(0, HALF)
-    sink = tl.load(sink_ptr + head) * 1.4426950408889634
-    peak = sink
-    for i in tl.static_range(SPLITS):
-        peak = tl.maximum(peak, tl.load(lse_ptr + (token * SPLITS + i) * HEADS + head))
-    total = tl.exp2(sink - peak)
-    even = tl.zeros([BH, HALF], tl.float32)
-    odd = tl.zeros([BH, HALF], tl.float32)
-    for i in tl.static_range(SPLITS):
-        cell = (token * SPLITS + i) * HEADS
-        weight = tl.exp2(tl.load(lse_ptr + cell + head) - peak)
-        total += weight
-        at = part_ptr + cell * (2 * HALF) + head[:, None] * HALF + pair[None, :]
-        even += weight[:, None] * tl.load(at).to(tl.float32)
-        odd += weight[:, None] * tl.load(at + HEADS * HALF).to(tl.float32)
-    share = 1.0 / total
-    at = (token * HEADS + head)[:, None] * (2 * HALF) + 2 * pair[None, :]
-    _write(even * share[:, None], odd * share[:, None], out_ptr + at, head[:, None] < HEADS,
-           cos_ptr, sin_ptr, token, HALF, HALF_ROPE)  # fmt: skip
-
-
 @cache
 def _hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
+FEW = 2  # queries up to which many small programs beat a few large ones
+
+
 def choose_splits(tokens: int, entries: int) -> int:
     """Programs a query is shared out over, so that a small batch fills the chip."""
     tiles = -(-entries // 64)
-    return min(MULTIPROCESSORS // tokens, 1 + tiles) if tiles and 0 < tokens <= 32 else 1
+    return max(1, min(MULTIPROCESSORS // max(1, tokens), 1 + tiles)) if tiles else 1
 
 
 def sparse_attention(
@@ -189,11 +157,13 @@ def sparse_attention(
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     splits: int | None = None,
+    few: bool | None = None,
 ) -> torch.Tensor:
     """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the
     inverse.
 
-    Contracts are the public function's; `splits` overrides `choose_splits` (Hopper only).
+    Contracts are the public function's; `splits` overrides `choose_splits` (Hopper only), `few` whether the
+    queries count as few.
     """
     tokens, heads, width = q.shape
     q = q.contiguous()
@@ -220,26 +190,37 @@ def sparse_attention(
     rows = window_rows.contiguous()
     sizes = (*limits, window.shape[0], count, rows.shape[1])
     fits = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
-    if q.is_cuda and fits and _hopper(q.device.index or 0):
-        from cedar.kernels.sparse_attention_hopper import attend_hopper
+    hopper = q.is_cuda and fits and _hopper(q.device.index or 0)
+    small = tokens <= FEW and hopper if few is None else few
+    parts = choose_splits(tokens, count) if splits is None else splits
+    near, far = -(-rows.shape[1] // 32), -(-count // 32)
+    if small:
+        parts = near + far
+    part, lse = q, sink
+    if small or (hopper and parts > 1):
+        part = torch.empty(tokens, parts, heads, width, dtype=torch.float16, device=q.device)
+        lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device)
+    if small:
+        attend_part[(tokens, parts, triton.cdiv(heads, 16))](
+            q, cos, sin, *sources, window, rows, part, lse, *sizes, heads, scale,
+            *place, near, width // 2, half_rope, 16, 32, num_warps=4,
+        )  # fmt: skip
+    elif hopper:
+        from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
 
-        parts = choose_splits(tokens, count) if splits is None else splits
-        part = (
-            torch.empty(tokens, parts, 2, heads, width // 2, dtype=torch.float16, device=q.device)
-            if parts > 1
-            else q
-        )
-        lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device) if parts > 1 else sink
+        tiles = -(-count // 64)
         attend_hopper[(tokens, parts)](
             q, cos, sin, *sources, window, rows, sink, out, part, lse, *sizes, scale * 128.0,
-            *place, -(-count // 64), triton.next_power_of_2(128 + 64 * -(-count // 64)), half_rope, parts,
-            num_warps=8,
+            *place, tiles, 64 * triton.next_power_of_2(max(1, tiles)), half_rope, parts,
+            FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4,
         )  # fmt: skip
-        if parts > 1:
-            block = 4 if tokens < 33 else 16
-            _join[(tokens, heads // block)](
-                part, lse, sink, cos, sin, out, heads, width // 2, half_rope, parts, block
-            )
+    if small or (hopper and parts > 1):
+        block = 1 if tokens <= FEW else 4 if tokens <= 32 else 16
+        join_parts[(tokens, triton.cdiv(heads, block))](
+            part, lse, sink, cos, sin, out, heads, width // 2, half_rope, parts, block, q.is_cuda and hopper,
+            **({"launch_pdl": True} if hopper else {}),
+        )  # fmt: skip
+    if small or hopper:
         return out
     block = min(64, max(16, triton.next_power_of_2(heads)))
     _attend[(tokens, triton.cdiv(heads, block))](

@@ -18,9 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     mma_v2,
-    warpgroup_mma,
 )
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
@@ -210,20 +208,6 @@ def load_tokens(x, rows, present, block, T: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    weight, scale, x_ptr, rows, present, block, columns: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr
-):
-    """Raw weights, their scales and activations of one block of 128 channels."""
-    x = load_tokens(x_ptr, rows, present, block, T)
-    if KIND == 0:
-        words, scales = load_fp8(weight, scale, block, columns)
-    else:
-        words = load_bf16(weight, block, columns)
-        scales = x  # none
-    return words, scales, x
-
-
-@gluon.jit
 def _copy_tokens(shared, x_ptr, rows, block):
     """Starts copying channels 128·block on of 64 rows at offsets `rows` into shared memory."""
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPY))
@@ -232,78 +216,37 @@ def _copy_tokens(shared, x_ptr, rows, block):
 
 
 @gluon.jit
-def linear_wide(x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, outputs, columns: gl.constexpr):
-    """Grid (outputs / 64, ceil(tokens / 64)): x·Wᵀ of 64 tokens with 64 rows of E4M3 weights, by wgmma."""
-    row = gl.program_id(0) * 64
-    token = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY))
-    rows = gl.minimum(token, tokens - 1).to(gl.int64) * columns
-    weight = weight_ptr + row.to(gl.int64) * columns
-    scale = scale_ptr + (row // 32).to(gl.int64) * (columns // 32)
-    shared = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], _SHARED)
-    blocks: gl.constexpr = columns // 128
-    acc = gl.full([64, 64], 0.0, gl.float32, _WIDE)
-    _copy_tokens(shared.index(0), x_ptr, rows, 0)
-    _copy_tokens(shared.index(1), x_ptr, rows, gl.minimum(1, blocks - 1))
-    words, scales = load_fp8(weight, scale, 0, columns)
-    for block in range(blocks):
-        left = expand_fp8(words, scales, 2)
-        words, scales = load_fp8(weight, scale, gl.minimum(block + 1, blocks - 1), columns)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        _copy_tokens(shared.index((block + 2) % 3), x_ptr, rows, gl.minimum(block + 2, blocks - 1))
-        acc = warpgroup_mma(left, shared.index(block % 3).permute((1, 0)), acc)
-    async_copy.wait_group(0)
-    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _WIDE))
-    t = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, _WIDE))
-    at = t[None, :].to(gl.int64) * outputs + r[:, None]
-    gl.store(out_ptr + at, (acc * 4294967296.0).to(gl.bfloat16), mask=(t < tokens)[None, :])
-
-
-@gluon.jit
 def linear_rows(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs, group_rows, x_stride,
-    columns: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr,
+    x_ptr, weight_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs, x_stride,
+    columns: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (outputs / 64, ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows, the channels shared
-    out over SPLITS.
+    """Grid (outputs / 64, ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows of bf16 weights, the
+    channels shared out over SPLITS.
 
-    KIND 0: E4M3 weights with 32x32 scales, x permuted; 1: bf16. Row r reads channels from (r //
-    group_rows)·columns of x on.
     The last split to finish adds the parts in order; count_ptr (zeros) is left as it was found.
     """
     LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     row = gl.program_id(0) * 64
     token = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(1, LAYOUT))
     present = token < tokens
-    rows = gl.minimum(token, tokens - 1).to(gl.int64) * x_stride + (row // group_rows) * columns
+    rows = gl.minimum(token, tokens - 1).to(gl.int64) * x_stride
     blocks = columns // 128
     each = (blocks + SPLITS - 1) // SPLITS
     first = gl.program_id(2) * each
     last = gl.minimum(first + each, blocks)
-    base = row.to(gl.int64)
-    if KIND == 0:
-        weight = weight_ptr + base * columns
-        scale = scale_ptr + (base // 32) * (columns // 32)
-    else:
-        weight = weight_ptr + base * columns
-        scale = weight_ptr
+    weight = weight_ptr + row.to(gl.int64) * columns
     acc = gl.full([64, T], 0.0, gl.float32, _ACC)
     end = blocks - 1
-    words, scales, x = _load(weight, scale, x_ptr, rows, present, gl.minimum(first, end), columns, KIND, T)
+    words = load_bf16(weight, gl.minimum(first, end), columns)
+    x = load_tokens(x_ptr, rows, present, gl.minimum(first, end), T)
     for block in range(first, last):
-        if KIND == 0:
-            left = expand_fp8(words, scales)
-        else:
-            left = _operand(words, 0, 64)
+        left = _operand(words, 0, 64)
         right = _operand(x, 1, T)
-        words, scales, x = _load(
-            weight, scale, x_ptr, rows, present, gl.minimum(block + 1, end), columns, KIND, T
-        )
+        words = load_bf16(weight, gl.minimum(block + 1, end), columns)
+        x = load_tokens(x_ptr, rows, present, gl.minimum(block + 1, end), T)
         acc = mma_v2(left, right, acc)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     t = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(0, _ACC))
-    if KIND == 0:
-        acc = acc * 4294967296.0
     at = t[None, :].to(gl.int64) * outputs + r[:, None]
     mine = (t < tokens)[None, :]
     if SPLITS == 1:

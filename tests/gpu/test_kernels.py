@@ -121,7 +121,7 @@ def launches(run: Callable[[], object]) -> int:
 
 def test_launches() -> None:
     from cedar.kernels.compress_triton import write_window
-    from cedar.kernels.mhc_triton import boundary, mix
+    from cedar.kernels.mhc_triton import boundary, mix, sublayer
 
     inputs = {name: t.cuda() for name, t in attention_inputs(64, 512).items()}
     assert launches(lambda: attend(inputs)) == 2  # split and joined
@@ -130,6 +130,8 @@ def test_launches() -> None:
     pre, post, comb = mix(x, fn, scale, base, 1e-20, 1e-6, 20)
     assert launches(lambda: mix(x, fn, scale, base, 1e-20, 1e-6, 20)) == 1
     assert launches(lambda: boundary(x, (y, post, comb), pre, (y[0], 1e-20))) == 1
+    mixer = (fn, scale, base, 1e-20, 1e-6, 20)
+    assert launches(lambda: sublayer(x, (y, post, comb), pre, (y[0], 1e-20), mixer)) == 1
     k, ring = torch.randn(9, 64).cuda().bfloat16(), torch.zeros(16, 66, dtype=torch.uint8).cuda()
     rope = rope_table(torch.arange(9).cuda(), rope_frequencies(16, 10_000.0).cuda())
     places = torch.arange(9).cuda()

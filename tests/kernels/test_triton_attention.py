@@ -37,8 +37,9 @@ def entries_of(m: PackedMemory, seq: torch.Tensor, k: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("heads", "k", "roped"), [(3, 21, True), (20, 40, False), (4, 0, True)])
-def test_attention(heads: int, k: int, roped: bool) -> None:
+def test_attention(heads: int, k: int, roped: bool, few: bool) -> None:
     from cedar.kernels import sparse_attention_triton
 
     torch.manual_seed(heads)
@@ -52,12 +53,14 @@ def test_attention(heads: int, k: int, roped: bool) -> None:
     if roped:
         want = rope_ref.turn(want, cos, -sin)
     got = sparse_attention_triton.sparse_attention(
-        q, *source, window, rows, sink, (cos, sin) if roped else None
+        q, *source, window, rows, sink, (cos, sin) if roped else None, few=few
     )
-    assert (got.double() - want.double()).norm() <= 2e-3 * want.double().norm()
+    # the join of parts rounds once, the reference before the inverse RoPE too
+    assert (got.double() - want.double()).norm() <= (3e-3 if few else 2e-3) * want.double().norm()
 
 
-def test_attention_stays_inside_its_pages() -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_attention_stays_inside_its_pages(few: bool) -> None:
     from cedar.kernels import sparse_attention_triton
 
     m = memory()
@@ -68,7 +71,7 @@ def test_attention_stays_inside_its_pages() -> None:
     seq = torch.tensor([55, -3], dtype=torch.int32)
     rows[0, 0] = 1_000
     sparse_attention_triton.sparse_attention(
-        q, m.pages, m.planes[:2], table, seq, entries, window, rows, sink
+        q, m.pages, m.planes[:2], table, seq, entries, window, rows, sink, few=few
     )
 
 

@@ -86,6 +86,8 @@ def layer_results() -> dict[str, torch.Tensor]:
     chosen = torch.tensor([[0, 2], [1, 4], [0, 3], [2, 4]], dtype=torch.int32)
     pre, post, comb = mhc.mhc_mix(streams, normal(24, 256) * 0.1, torch.ones(3), normal(24), 1e-20, 1e-6, 20)
     between = mhc.mhc_boundary(streams, x, post, comb, pre, half(64), 1e-20)
+    mixer = (normal(24, 256) * 0.1, torch.ones(3), normal(24), 1e-20, 1e-6, 20)
+    mixed = mhc.mhc_boundary(streams, x, post, comb, pre, half(64), 1e-20, mix=mixer)
     ids, weights = router.route(x, half(16, 64), normal(16) * 0.1, 3, 1.5)
     weight, scale = normal(40, 64).to(torch.float8_e4m3fn), torch.full((2, 2), 120, dtype=torch.uint8)
     image = torch.tensor([0, 1, 0, 0], dtype=torch.bool)
@@ -94,7 +96,11 @@ def layer_results() -> dict[str, torch.Tensor]:
         "dense": linear.linear_dense(x, half(8, 64)),
         "norm": norm.rms_norm(x, half(64), 1e-20),
         "experts": experts.grouped_experts(x, chosen, normal(4, 2).abs(), *packed, 10.0),
+        "experts and shared": experts.grouped_experts(
+            x, chosen, normal(4, 2).abs(), *packed, 10.0, shared=half(4, 64)
+        ),
         "swiglu": experts.swiglu(x, x * 2, 1.0),
+        "swiglu of halves": experts.swiglu(*half(4, 64).chunk(2, dim=1), 1.0),
         "pre": pre,
         "post": post,
         "comb": comb,
@@ -102,6 +108,9 @@ def layer_results() -> dict[str, torch.Tensor]:
         "expand": mhc.mhc_expand(streams, x, post, comb),
         "streams": between[0],
         "row": between[1],
+        "mixed streams": mixed[0],
+        "mixed row": mixed[1],
+        "mixed comb": mixed[2][2],
         "ids": ids,
         "weights": weights,
         "gate": engram_gate.engram_gate(
@@ -116,7 +125,14 @@ def layer_results() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Makes every tensor claim to be on a GPU, of no kind that has kernels of its own."""
-    from cedar.kernels import experts_triton, index_scores_triton, linear_triton, sparse_attention_triton
+    from cedar.kernels import (
+        compress_triton,
+        experts_triton,
+        index_scores_triton,
+        linear_triton,
+        mhc_triton,
+        sparse_attention_triton,
+    )
 
     product = torch.mm
 
@@ -126,6 +142,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module, name in (
         (experts_triton, "hopper"),
         (linear_triton, "hopper"),
+        (mhc_triton, "hopper"),
+        (compress_triton, "hopper"),
         (index_scores_triton, "_hopper"),
         (sparse_attention_triton, "_hopper"),
     ):

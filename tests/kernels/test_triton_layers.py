@@ -41,6 +41,16 @@ def test_packed_fp4_is_the_reference_bit_for_bit(e4m3: bool) -> None:
         assert torch.equal(got, part)
 
 
+def test_fp8_is_read_back_bit_for_bit() -> None:
+    from cedar.kernels import fp8_triton
+
+    q = torch.randint(0, 256, (7, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    q[(q & 0x7F) == 0x7F] = 0  # the two NaNs
+    scale = torch.randint(100, 140, (7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    q8 = q.view(torch.float8_e4m3fn)
+    assert torch.equal(fp8_triton.dequantize(q8, scale), fp8_ref.dequantize(q8, scale))
+
+
 def test_window_rows_go_to_their_places_bit_for_bit() -> None:
     from cedar.kernels import compress_triton
 
@@ -153,20 +163,48 @@ def test_mhc() -> None:
     assert torch.equal(got, streams)
     assert row is not None
     assert torch.equal(row, norm_ref.rms_norm(mhc_ref.collapse(streams, pre), norm, EPS))
+    got, row, new = mhc_triton.sublayer(
+        x, (y, post, comb), pre, (norm, EPS), (fn, scale, base, EPS, 1e-6, 20)
+    )
+    assert torch.equal(got, streams)
+    assert torch.equal(row, norm_ref.rms_norm(mhc_ref.collapse(streams, pre), norm, EPS))
+    for part, want in zip(new, mhc_ref.mix(streams, fn, scale, base, EPS, 1e-6, 20), strict=True):
+        assert torch.allclose(part, want, rtol=1e-5, atol=1e-6)
     _, row = mhc_triton.boundary(x, None, pre)
     assert row is not None
     assert torch.equal(row, mhc_ref.collapse(x, pre))
 
 
-def test_router_and_norm() -> None:
-    from cedar.kernels import norm_triton, router_triton
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(6, 48, 32), (19, 70, 320)])
+def test_the_router_in_one_launch(tokens: int, experts: int, width: int) -> None:
+    from cedar.kernels import router_triton
 
-    x, weight, bias = normal(6, 32).bfloat16(), normal(48, 32).bfloat16(), normal(48) * 0.1
+    x, weight = normal(tokens, width).bfloat16(), normal(experts, width).bfloat16()
+    bias = torch.stack((normal(experts), normal(experts, seed=1)))[torch.arange(tokens) % 2] * 0.1
     ids, weights = router_ref.route(x, weight, bias, 6, 1.5)
-    logits = (x.double() @ weight.double().T).float()
-    got_ids, got = router_triton.select(logits, bias, 6, 1.5)
+    got_ids, got = router_triton.route(x, weight, bias, 6, 1.5)
     assert torch.equal(got_ids, ids)
     assert torch.allclose(got, weights, rtol=1e-5)
+    assert not router_triton.counters(x.device).any()
+    logits = (x.double() @ weight.double().T).float()
+    got_ids, got = router_triton.choose(logits, bias, 6, 1.5)
+    assert torch.equal(got_ids, ids)
+    assert torch.allclose(got, weights, rtol=1e-5)
+
+
+def test_the_router_sends_ties_to_the_lower_id() -> None:
+    from cedar.kernels import router_triton
+
+    ids, _ = router_triton.route(
+        torch.ones(2, 32).bfloat16(), torch.ones(20, 32).bfloat16(), torch.zeros(20), 3, 1.0
+    )
+    assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+def test_norm() -> None:
+    from cedar.kernels import norm_triton
+
+    x, weight = normal(6, 32).bfloat16(), normal(48, 32).bfloat16()
     assert torch.equal(norm_triton.rms_norm(x, weight[0], EPS), norm_ref.rms_norm(x, weight[0], EPS))
 
 
@@ -180,3 +218,26 @@ def test_engram_gate() -> None:
     got = engram_gate_triton.engram_gate(x, key, value, q, k, image, EPS)
     assert (got.double() - want.double()).norm() <= 1e-3 * want.double().norm()
     assert torch.equal(got[1], x[1])
+
+
+def test_the_router_sorts_its_choices_into_tiles() -> None:
+    from cedar.kernels import linear_triton, router_triton
+
+    tokens, experts, k, rows = 21, 12, 3, 8
+    x, gate = normal(tokens, 128).bfloat16(), normal(experts, 128).bfloat16()
+    want_ids, want = router_ref.route(x, gate, torch.zeros(experts), k, 1.5)
+    ids, weights, tiles = router_triton.route_to_tiles(x, gate, torch.zeros(experts), k, 1.5, rows)
+    assert torch.equal(ids, want_ids)
+    assert torch.allclose(weights, want, rtol=1e-5)
+    assert torch.equal(tiles.for_fp4, linear_triton.permuted(x, linear_triton.FOR_FP4))
+    assert torch.equal(tiles.for_fp8, linear_triton.permuted(x, linear_triton.FOR_FP8))
+    found: dict[int, list[int]] = {}
+    for owner, slots in zip(tiles.owners.tolist(), tiles.slots.view(-1, rows).tolist(), strict=True):
+        taken = [slot for slot in slots if slot >= 0]
+        assert bool(taken) == (owner >= 0)
+        found.setdefault(owner, []).extend(taken)
+    flat = ids.flatten().tolist()
+    for expert in range(experts):
+        assert sorted(found.get(expert, [])) == [slot for slot, of in enumerate(flat) if of == expert]
+    assert found[experts] == list(range(tokens * k, tokens * k + tokens))
+    assert not router_triton.counters(x.device).any()

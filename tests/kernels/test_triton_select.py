@@ -25,13 +25,32 @@ def rows(kind: str, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "equal"])
-@pytest.mark.parametrize(("count", "k"), [(33, 50), (100, 7), (2500, 40)])
+@pytest.mark.parametrize(
+    ("count", "k"), [(33, 50), (100, 7), (2500, 40), (9_001, 512), (20_000, 40), (20_000, 700)]
+)
 def test_top_k(kind: str, count: int, k: int) -> None:
     from cedar.kernels import select_triton
 
     x = rows(kind, count)
-    got = select_triton._select(x, x, k, 0, 1, short=512)
-    assert torch.equal(got, select_ref.top_k(x, k))
+    assert torch.equal(select_triton.top_k(x, k), select_ref.top_k(x, k))
+
+
+def test_a_k_that_no_path_was_made_for() -> None:
+    from cedar.kernels import select_triton
+
+    x = rows("ties", 9_000)
+    assert torch.equal(select_triton.top_k(x, 3_000), select_ref.top_k(x, 3_000))
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "few", "equal"])
+def test_many_long_rows(kind: str) -> None:
+    from cedar.kernels import select_many_triton
+
+    x = rows(kind, 65_536 + 77)
+    assert select_many_triton.fits(40, x.shape[1])
+    got = torch.empty(2, 40, dtype=torch.int32)
+    select_many_triton.select(x, x, got, 0, 1)
+    assert torch.equal(got, select_ref.top_k(x, 40))
 
 
 def test_candidate_blocks_and_positions() -> None:
@@ -47,16 +66,18 @@ def test_candidate_blocks_and_positions() -> None:
     assert torch.equal(select_triton.take(pool, columns), select_ref.take(pool, columns))
 
 
-def test_the_newest_block_is_kept_in_a_long_row() -> None:
-    from cedar.kernels import select_triton
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_the_newest_block_is_kept(chunks: int) -> None:
+    from cedar.kernels import select_slices_triton
 
-    best = torch.randn(2, 1500, generator=torch.Generator().manual_seed(2))
-    visible = torch.tensor([1499 * 8 + 3, 77], dtype=torch.int32)
+    best = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))
+    visible = torch.tensor([4999 * 8 + 3, 77], dtype=torch.int32)
     best[1, 10:] = -INF
     best[:, -1] = -40.0
     best[1, 9] = -30.0
     best[1, -1] = -INF
     want = best.clone()
-    want[0, 1499], want[1, 9] = INF, INF
-    got = select_triton._select(best, visible, 20, 1, 8, short=256)
+    want[0, 4999], want[1, 9] = INF, INF
+    got = torch.empty(2, 20, dtype=torch.int32)
+    select_slices_triton.select(best, visible, got, 1, 8, chunks)
     assert torch.equal(got, select_ref.top_k(want, 20))

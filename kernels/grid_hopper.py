@@ -1,0 +1,64 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""What Hopper kernels of several files share: programmatic launch, a meeting of programs, paired conversions.
+
+Programmatic launch: a kernel started with `launch_pdl=True` may begin while the launch before it still runs.
+It may read what never changes (weights, scales) at once and must call `grid_wait` before it touches anything
+else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
+
+
+@cache
+def counters(index: int) -> torch.Tensor:
+    """Counters of `meet` on CUDA device `index`; calls share them, so one stream at a time."""
+    return torch.zeros(65_536, dtype=torch.int32, device=f"cuda:{index}")
+
+
+@gluon.jit
+def grid_wait():
+    """Waits for what the launch before this one wrote."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def grid_release():
+    """Lets the launch after this one start."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def meet(cell, SPLITS: gl.constexpr):
+    """Waits until all SPLITS (at most 64) programs of a group are here; a call adds 64 to the counter.
+
+    The programs of a group must be neighbours in launch order: then those that wait are never all that run.
+    """
+    STEP: gl.constexpr = 64 // SPLITS if 64 % SPLITS == 0 else 1
+    barrier()
+    old = gl.atomic_add(cell, STEP, sem="acq_rel")
+    goal = (old & -64) + 64
+    seen = old + STEP
+    if STEP * SPLITS < 64:  # noqa: SIM102  (one is decided when it is compiled)
+        if (old & 63) == SPLITS - 1:
+            seen = gl.atomic_add(cell, 64 - SPLITS, sem="acq_rel") + 64 - SPLITS
+    while seen - goal < 0:
+        seen = gl.atomic_add(cell, 0, sem="acquire")
+    barrier()
+
+
+@gluon.jit
+def half(x):
+    """fp32 rounded to bf16, two at a time: single conversions run at an eighth of the rate."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )

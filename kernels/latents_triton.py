@@ -1,0 +1,134 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The norms of attention's latents on a GPU, one launch: query rows, key rows and copied ring rows are
+programs of their own. The program that replaces a ring row copies the old one first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from cedar.kernels.latents import Staging
+from cedar.kernels.packed_triton import bf16_round, fp8_scale, to_bf16, to_e4m3
+from cedar.kernels.prepared import Prepared
+from cedar.kernels.prepared_triton import store_prepared
+
+NONE = -1
+
+
+@triton.jit
+def _copy(from_ptr, source, from_rows, to_ptr, target, to_rows, ROW: tl.constexpr, B: tl.constexpr):
+    """One row of ROW bytes, unless an index is out of range."""
+    if (source >= 0) & (source < from_rows) & (target >= 0) & (target < to_rows):
+        at = tl.arange(0, B)
+        row = tl.load(from_ptr + source * ROW + at, mask=at < ROW, other=0)
+        tl.store(to_ptr + target * ROW + at, row, mask=at < ROW)
+
+
+@triton.jit(do_not_specialize=["window_rows", "tokens", "ring_rows"])
+def _latents(
+    x_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, query_ptr, first_ptr, second_ptr, window_ptr,
+    place_ptr, ring_ptr, source_ptr, target_ptr, saved_ptr, width, window_rows, tokens, ring_rows, eps,
+    Q: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr, HALF_ROPE: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, STAGED: tl.constexpr, ROW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (2, tokens): 0 the key, 1 the query latent; STAGED: tokens + copied rows, those of column 0 after.
+
+    FIRST, SECOND: orders of the query's quantised copies, -1: none.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    row = x_ptr + token * width
+    if token >= tokens:
+        if tl.program_id(0) == 0:
+            number = token - tokens
+            source = tl.load(source_ptr + number)
+            _copy(
+                ring_ptr, source, ring_rows, window_ptr, number, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
+            )
+    elif tl.program_id(0) == 1:
+        at = tl.arange(0, B)
+        inside = at < Q
+        x = tl.load(row + at, mask=inside, other=0.0).to(tl.float64)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / Q + eps)
+        weight = tl.load(query_weight_ptr + at, mask=inside, other=0.0).to(tl.float64)
+        normed = bf16_round((x * scale * weight).to(tl.float32))
+        tl.store(query_ptr + token * Q + at, to_bf16(normed), mask=inside)
+        if FIRST >= 0:
+            store_prepared(first_ptr + token * Q, normed, at, inside, FIRST, B)
+        if SECOND >= 0:
+            store_prepared(second_ptr + token * Q, normed, at, inside, SECOND, B)
+    else:
+        place = tl.load(place_ptr + token).to(tl.int64)
+        target = tl.full([], -1, tl.int64)
+        if STAGED:
+            target = tl.load(target_ptr + token)
+            saved = tl.load(saved_ptr + token)
+            _copy(
+                ring_ptr, target, ring_rows, window_ptr, saved, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
+            )
+            tl.debug_barrier()
+        if (place < window_rows) & (target < ring_rows) & ((place >= 0) | (target >= 0)):
+            pair = tl.arange(0, HALF)
+            even = tl.load(row + Q + 2 * pair).to(tl.float64)
+            odd = tl.load(row + Q + 2 * pair + 1).to(tl.float64)
+            mean = (tl.sum(even * even, axis=0) + tl.sum(odd * odd, axis=0)) / (2.0 * HALF)
+            scale = 1.0 / tl.sqrt(mean + eps)
+            even = even * scale * tl.load(key_weight_ptr + 2 * pair).to(tl.float64)
+            odd = odd * scale * tl.load(key_weight_ptr + 2 * pair + 1).to(tl.float64)
+            even = bf16_round(even.to(tl.float32))
+            odd = bf16_round(odd.to(tl.float32))
+            turn = pair - (HALF - HALF_ROPE)
+            cos = tl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+            sin = tl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+            turned = bf16_round(even * cos - odd * sin)
+            odd = bf16_round(even * sin + odd * cos)
+            groups: tl.constexpr = HALF // 16
+            size = tl.reshape(tl.maximum(tl.abs(turned), tl.abs(odd)), [groups, 16])
+            code = fp8_scale(tl.max(size, axis=1))
+            down = ((254 - code) << 23).to(tl.float32, bitcast=True)
+            down = tl.reshape(tl.broadcast_to(down[:, None], [groups, 16]), [HALF])
+            low = to_e4m3(tl.clamp(turned * down, -448.0, 448.0)).to(tl.uint8, bitcast=True)
+            high = to_e4m3(tl.clamp(odd * down, -448.0, 448.0)).to(tl.uint8, bitcast=True)
+            if place >= 0:
+                at = window_ptr + place * (2 * HALF + groups)
+                tl.store(at + 2 * pair, low)
+                tl.store(at + 2 * pair + 1, high)
+                tl.store(at + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
+            if target >= 0:
+                at = ring_ptr + target * (2 * HALF + groups)
+                tl.store(at + 2 * pair, low)
+                tl.store(at + 2 * pair + 1, high)
+                tl.store(at + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
+
+
+def norm_latents(
+    latents: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    window: torch.Tensor,
+    places: torch.Tensor,
+    orders: tuple[int, ...],
+    staging: Staging | None = None,
+) -> tuple[torch.Tensor, tuple[Prepared, ...]]:
+    """As the public function, for D a power of two and at most two orders."""
+    tokens, width = latents.shape
+    queries, keys = query_weight.shape[0], key_weight.shape[0]
+    latents = latents.contiguous()
+    query = latents.new_empty(tokens, queries)
+    copies = tuple(Prepared(torch.empty_like(query), order) for order in orders)
+    first, second = (*copies, Prepared(query, NONE), Prepared(query, NONE))[:2]
+    rings, *moves = staging if staging is not None else (window, places, places, places)
+    copied = moves[0].shape[0] if staging is not None else 0
+    if tokens:
+        _latents[(2, tokens + copied)](
+            latents, query_weight, key_weight, rope[0].contiguous(), rope[1].contiguous(), query,
+            first.values, second.values, window, places.contiguous(), rings, *(index.contiguous() for index
+            in moves),
+            width, window.shape[0], tokens, rings.shape[0], eps,
+            queries, triton.next_power_of_2(queries), keys // 2, rope[0].shape[1], first.order, second.order,
+            staging is not None, triton.next_power_of_2(keys + keys // 32), num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return query, copies

@@ -1,0 +1,163 @@
+"""The decode step as CUDA graphs: what is replayed is what would have run, cheaply and in few launches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from cedar.model.decode_step import DecodeStep
+from cedar.model.network import Network
+from cedar.model.residual import Residual
+from cedar.model.sources import Selection
+from cedar.model.state import KVMemory, SequenceState
+from cedar.model.step import Step
+from cedar.ops.bench.decode_step import replay_time_ms
+from cedar.ops.bench.synthetic_network import NARROW, TINY, synthetic_network
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Launches of a Reuse layer. Aimed at: 11 in decode, 15 in prefill. A query's attention that is split is
+# joined
+# by one more; above 16 rows FP8 products quantise in a launch of their own; in prefill the shared expert runs
+# beside the others.
+MOST_DECODE = {1: 12, 8: 12, 64: 15}  # by batch
+MOST_PREFILL = 22
+MOST_REPLAY_MS = 6.0  # forty layers, batch 1, tiny weights. Aimed at: 1.2
+REUSE = 22  # a Reuse layer with another below it and one above
+
+
+@cache
+def network(narrow: bool = False) -> Network:
+    return synthetic_network(NARROW if narrow else TINY, "cuda")
+
+
+def prefilled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceState]]:
+    """Sequences that have run `lengths` tokens, 16 pages for each, and have more ids."""
+    memory = net.allocate(pages=16 * len(lengths), slots=len(lengths) + 1)
+    seqs = []
+    for row, length in enumerate(lengths):
+        ids = [(i * 37 + row * 101) % 1000 for i in range(length + 40)]
+        seq = SequenceState(slot=row + 1, pages=list(range(16 * row, 16 * row + 16)), ids=ids)
+        net.prefill(memory, seq, length)
+        net.finish_prefill(memory, seq)
+        seqs.append(seq)
+    return memory, seqs
+
+
+def eager(net: Network, memory: KVMemory, seqs: list[SequenceState]) -> torch.Tensor:
+    """The same step, launched one kernel at a time; no length changes."""
+    assert net.text is not None
+    step = DecodeStep.of(memory, net.config, seqs)
+    streams, pre = net.text.embed(step, None)
+    return net.text.logits(*net.text.run(streams, pre, step, range(net.config.layers)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_a_replay_is_the_step(batch: int) -> None:
+    """On the first use of a rung (eager), the second (captured) and later; groups close on every other
+    token.
+    """
+    net = network()
+    memory, seqs = prefilled(net, [300, 301, 257, 130, 40][:batch])
+    for _ in range(6):
+        want = eager(net, memory, seqs)
+        rings, pages = memory.rings.clone(), memory.pages.clone()
+        got = net.decode(memory, seqs)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert torch.equal(memory.rings, rings)  # writing again what was written changes nothing
+        assert torch.equal(memory.pages, pages)
+
+
+def test_rungs_share_what_they_read() -> None:
+    """A sequence alone, then in a batch, then alone again goes on as if it had always been alone."""
+    net = network()
+    (first, (alone, *_)), (second, others) = prefilled(net, [200, 90, 64]), prefilled(net, [200, 90, 64])
+    for together in (False, True, True, False, False, True):
+        want = net.decode(first, [alone])
+        got = net.decode(second, others if together else others[:1])
+        torch.testing.assert_close(got[:1], want, rtol=5e-2, atol=5e-2)
+
+
+def test_a_longer_context_takes_a_wider_rung() -> None:
+    net = network()
+    memory = net.allocate(pages=40, slots=1)
+    ids = [(i * 31) % 1000 for i in range(17 * 256 + 4)]
+    seq = SequenceState(slot=0, pages=list(range(20)), ids=ids)
+    while seq.length < 16 * 256 - 2:
+        net.prefill(memory, seq, min(seq.length + 512, 16 * 256 - 2))
+    net.finish_prefill(memory, seq)
+    for _ in range(5):
+        want = eager(net, memory, [seq])
+        torch.testing.assert_close(net.decode(memory, [seq]), want, rtol=1e-3, atol=1e-3)
+    assert len(net._graphs_on(memory)._rungs) == 2
+
+
+def test_rungs_can_be_made_ready_without_touching_a_sequence() -> None:
+    net = network()
+    memory, seqs = prefilled(net, [130, 77])
+    rings, pages, tails = memory.rings.clone(), memory.pages.clone(), memory.tails.clone()
+    net.prepare_decode(memory, [1, 2], 300)
+    rungs = net._graphs_on(memory)._rungs
+    assert len(rungs) == 2
+    assert all(rung.graph is not None for rung in rungs.values())
+    for now, before in ((memory.rings, rings), (memory.pages, pages), (memory.tails, tails)):
+        assert torch.equal(now, before)
+    want = eager(net, memory, seqs)
+    torch.testing.assert_close(net.decode(memory, seqs), want, rtol=1e-3, atol=1e-3)
+    assert len(rungs) == 2
+
+
+def launches(run: Callable[[], object]) -> list[str]:
+    """The CUDA kernels and copies that a call launches."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    kinds = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(name for e in kinds for name in [e.key] * e.count if "Activity" not in name)
+
+
+def reuse_layer(step: Step, net: Network, tokens: int) -> Callable[[], object]:
+    """One Reuse layer in the middle of a stack: the layer below leaves its output to it, as it does
+    above.
+    """
+    assert net.text is not None
+    streams = torch.randn(tokens, 4, net.config.hidden_size, device="cuda").to(torch.bfloat16)
+    residual = Residual(streams, torch.rand(tokens, 4, device="cuda"))
+    selection = Selection(entries=torch.zeros(tokens, 512, dtype=torch.int32, device="cuda"))
+    layer = net.text.layers[REUSE]
+    for number in (REUSE - 1, REUSE):
+        net.text.layers[number].advance(residual, step, selection, None)
+    return lambda: layer.advance(residual, step, selection, None)
+
+
+@pytest.mark.parametrize("batch", MOST_DECODE)
+def test_launches_of_a_reuse_layer_in_decode(batch: int) -> None:
+    net = network(narrow=True)
+    memory, seqs = prefilled(net, [20] * batch)
+    run = reuse_layer(DecodeStep.of(memory, net.config, seqs), net, batch)
+    run()
+    names = launches(run)
+    assert len(names) <= MOST_DECODE[batch], names
+
+
+@pytest.mark.parametrize("tokens", [512])
+def test_launches_of_a_reuse_layer_in_prefill(tokens: int) -> None:
+    net = network(narrow=True)
+    memory, seq = net.own_sequence([i % 1000 for i in range(2 * tokens)])
+    run = reuse_layer(Step(memory, net.config, [(seq, 512, 512 + tokens)]), net, tokens)
+    run()
+    names = launches(run)
+    assert len(names) <= MOST_PREFILL, names
+
+
+def test_forty_layers_replay_in_time() -> None:
+    times = [replay_time_ms(network(), batch=1) for _ in range(3)]
+    assert statistics.median(times) < MOST_REPLAY_MS, times
