@@ -121,7 +121,11 @@ class Entries:
         """From latents bf16 [B·M, D]."""
         cos, sin = context.angles(True, ratio)
         self.latent, self.ratio = latent, ratio
-        self.values = fp4_entry(rotate(latent, cos, sin)).view(context.rows, -1, latent.shape[1])
+        values = rotate(latent, cos, sin)
+        values = (fp4_entry(values) if context.packed else values).view(context.rows, -1, latent.shape[1])
+        if context.loaded is not None:
+            values = context.loaded.over(values, len(context.written), 0, ratio)
+        self.values = values
 
     def teach(self, p: Tensor, context: Context) -> None:
         """Note attention [B, n, H, W, M] at the sampled queries for the sources that selected."""

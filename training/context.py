@@ -5,11 +5,15 @@ Letters: B rows, T tokens, W window, n = T / W blocks, M entries of a source, S 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
 import torch
 from cedar.kernels.rope import YarnParams, rope_frequencies
 from cedar.model.config import ModelConfig
+from cedar.training.vision import Pictures
 from torch import Tensor
 
 
@@ -19,17 +23,50 @@ class Batch:
 
     ids: Tensor  # int64 [B, T]
     loss_weight: Tensor  # fp32 [B, T]: of predicting the token at this position
-    is_image: Tensor  # bool [B, T]
-    image_positions: Tensor  # int64 [K * span], flat
-    patches: Tensor  # bf16 [K, n, 3·P·P]
+    kinds: Tensor  # int64 [B, T]: kind of an image's position as `cedar.model.images` numbers it, -1 of text
     encoder_start: Tensor  # int64 [B]: encoder windows of positions from here on do not reach below it
     decoder_start: Tensor  # int64 [B]
     dense: Tensor  # bool [B]: rows that read every visible entry
     queries: Tensor  # int64 [B, S]: positions where selection is taught
+    pictures: tuple[Pictures, ...] = ()  # by size
+
+    @property
+    def is_image(self) -> Tensor:
+        """bool [B, T]."""
+        return self.kinds >= 0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything but the pictures: of one shape in every batch of a phase."""
+        return {k: v for k, v in self.__dict__.items() if k != "pictures"}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Batch:
+        """A batch of such tensors, without pictures."""
+        values: dict[str, Any] = dict(tensors)
+        return cls(**values)
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory; the loader calls it."""
+        return self._each(lambda value: value.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """A copy on the device."""
-        return Batch(**{k: v.to(device, non_blocking=True) for k, v in self.__dict__.items()})
+        return self._each(partial(_moved, device=device))
+
+    def _each(self, function: Callable[[Any], Any]) -> Batch:
+        values = {k: function(v) for k, v in self.tensors.items()}
+        return Batch(**values, pictures=tuple(function(p) for p in self.pictures))
+
+
+def _moved(value: Tensor | Pictures, device: torch.device) -> Tensor | Pictures:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+
+
+@cache
+def frequencies(dim: int, theta: float, yarn: YarnParams | None, device: torch.device) -> Tensor:
+    """`rope_frequencies` on the device, copied there once: a recorded graph cannot wait for a copy."""
+    return rope_frequencies(dim, theta, yarn).to(device)
 
 
 @dataclass(eq=False)
@@ -43,10 +80,36 @@ class Selections:
     pool_learner: int | None = None
 
 
-class Context:
-    """Tables and masks of one batch, made once."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loaded:
+    """Pages that come from a store: what a source wrote in another forward, for groups below a hit."""
 
-    def __init__(self, config: ModelConfig, batch: Batch, *, all_dense: bool = False) -> None:
+    hit: Tensor  # int64 [B], tokens
+    written: list[tuple[Tensor, Tensor]]  # of each source, entries bf16 [B, M, D] and index keys [B, M, Di]
+
+    def over(self, mine: Tensor, source: int, part: int, ratio: int) -> Tensor:
+        """`mine` [B, M, .] with the loaded rows of complete groups in place."""
+        ends = (torch.arange(mine.shape[1], device=mine.device) + 1) * ratio
+        return torch.where((ends <= self.hit.unsqueeze(1)).unsqueeze(2), self.written[source][part], mine)
+
+
+class Context:
+    """Tables and masks of one batch, made once; and how its forward differs from serving, for evaluation.
+
+    `all_dense`: no selection. `pool` False: no candidate pool. `packed` False: entries and index keys stay
+    bf16. `loaded`: pages below a prefix hit. `written` collects what the sources write.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: Batch,
+        *,
+        all_dense: bool = False,
+        pool: bool = True,
+        packed: bool = True,
+        loaded: Loaded | None = None,
+    ) -> None:
         self.config = config
         self.batch = batch
         rows, tokens = batch.ids.shape
@@ -60,13 +123,14 @@ class Context:
             params = YarnParams(
                 yarn.factor, yarn.beta_fast, yarn.beta_slow, yarn.original_max_position_embeddings
             )
-        plain = rope_frequencies(config.rope_dim, config.rope_theta).to(self.device)
-        source = rope_frequencies(config.rope_dim, config.compress_rope_theta, params).to(self.device)
+        plain = frequencies(config.rope_dim, config.rope_theta, None, self.device)
+        source = frequencies(config.rope_dim, config.compress_rope_theta, params, self.device)
         self._freqs = (plain, source)
         self._angles: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
         self._windows: dict[bool, Tensor] = {}
         self.selections = Selections()
-        self.all_dense = all_dense
+        self.all_dense, self.pool, self.packed, self.loaded = all_dense, pool, packed, loaded
+        self.written: list[tuple[Tensor, Tensor]] = []
 
     def angles(self, compressed: bool, stride: int = 1, rows: int | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin fp32 [rows·T/stride, R/2] at every stride-th position."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cedar.training.image_tasks import IMAGE_TURNS
-from cedar.training.text_tasks import TEXT_TURNS, Turn, filler, make_facts
+from cedar.training.text_tasks import TEXT_TURNS, Span, Turn, filler, make_facts
 
 Measure = Callable[[str], int]
 """Tokens of a text."""
@@ -54,14 +54,14 @@ def recall_conversation(
 
 
 def training_conversation(
-    rng: random.Random, tokens: int, measure: Measure, mixture: Mixture, image_span: int
+    rng: random.Random, tokens: int, measure: Measure, mixture: Mixture, span: Span
 ) -> list[Turn]:
     """A conversation that fills `tokens` tokens: mostly facts in filler, then turns until the room is used.
 
     Every fact is asked for at most once, between other text and picture tasks.
     """
     if rng.random() < mixture.plain:
-        return list(_fitting(rng, tokens - TURN_OVERHEAD, measure, mixture, [], image_span))
+        return list(_fitting(rng, tokens - TURN_OVERHEAD, measure, mixture, [], span))
     needles = rng.randint(1, mixture.facts)
     facts = make_facts(rng, needles)
     reserve = min(int(tokens * mixture.reserve), 600) if needles else tokens
@@ -70,18 +70,21 @@ def training_conversation(
     first = waiting.pop()
     turns = [Turn(first.kind, f"{text} {first.question}", first.answer)]
     left = tokens - turn_tokens(turns[0], measure) - TURN_OVERHEAD
-    return [*turns, *_fitting(rng, left, measure, mixture, waiting, image_span)]
+    return [*turns, *_fitting(rng, left, measure, mixture, waiting, span)]
 
 
 def _fitting(
-    rng: random.Random, left: int, measure: Measure, mixture: Mixture, waiting: list[Turn], image_span: int
+    rng: random.Random, left: int, measure: Measure, mixture: Mixture, waiting: list[Turn], span: Span
 ) -> Iterator[Turn]:
-    """Turns until the next one would not fit into `left` tokens."""
-    while True:
+    """Turns until four in a row would not fit into `left` tokens."""
+    misfits = 0
+    while misfits < 4:
         turn = _next_turn(rng, mixture, waiting)
-        left -= turn_tokens(turn, measure) + len(turn.images) * image_span
-        if left < 0:
-            return
+        tokens = turn_tokens(turn, measure) + sum(map(span, turn.images))
+        if tokens > left:
+            misfits += 1
+            continue
+        left -= tokens
         yield turn
 
 

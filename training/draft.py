@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-from cedar.kernels.rope import rope_frequencies
 from cedar.model.config import DraftConfig, ModelConfig
 from cedar.model.schedule import LayerMode, LayerPlan
+from cedar.training.context import frequencies
 from cedar.training.fused import collapse, collapse_norm, expand, rotate
 from cedar.training.layers import Layer
 from cedar.training.matrices import Dense, Norm, Plain
@@ -133,7 +133,7 @@ class DraftStages(nn.Module):
         device = anchors.row.device
         stages = [cast("Stage", stage) for stage in self.mtp]
         first, last = stages[0], stages[-1]
-        freqs = rope_frequencies(config.rope_dim, config.rope_theta).to(device)
+        freqs = frequencies(config.rope_dim, config.rope_theta, None, device)
         main = first.main_norm(first.main_proj(torch.cat(taps, 1)))
         main_positions = torch.arange(anchors.main_tokens, device=device)
         main_angles = _angles(main_positions, freqs, main.shape[0] // anchors.main_tokens)

@@ -9,7 +9,8 @@ import torch
 from cedar.training.context import Batch, Context
 from cedar.training.draft import Anchors, DraftStages
 from cedar.training.layers import Gate
-from cedar.training.optimiser import make_optimisers
+from cedar.training.optimiser import Optimisers
+from cedar.training.replayed import Replayed, Tensors
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -18,32 +19,41 @@ if TYPE_CHECKING:
 _ANCHORS_PER_ROW = 24
 
 
-def train_drafts(trainer: Trainer, *, seconds: float, steps: int = 0) -> dict[str, Tensor]:
-    """Weights by published name, after `seconds` (or `steps` where not 0)."""
+def train_drafts(trainer: Trainer, steps: int) -> dict[str, Tensor]:
+    """Weights by published name."""
+    with torch.cuda.stream(trainer.stream):
+        return _trained(trainer, steps)
+
+
+def _trained(trainer: Trainer, steps: int) -> dict[str, Tensor]:
     drafts = DraftStages(trainer.assets.config).to(trainer.device)
     settings = trainer.settings
-    optimisers = make_optimisers(drafts, lr=settings.lr, embedding_lr=settings.embedding_lr, weight_decay=0.0)
-    rates = [[g["lr"] for g in o.param_groups] for o in optimisers]
+    optimisers = Optimisers(drafts, settings.draft_rates, settings.clip)
     gates = [m for m in drafts.modules() if isinstance(m, Gate)]
-    phase = next(p for p in settings.phases if not p.all_dense)
-    batches = trainer.batches(phase)
-    begun, step = time.monotonic(), 0
-    while (progress := step / steps if steps else (time.monotonic() - begun) / max(seconds, 1e-9)) < 1:
-        batch = next(batches).to(trainer.device)
-        loss, measures = _loss(trainer, drafts, batch)
+
+    def learned(tensors: Tensors) -> Tensors:
+        values = dict(tensors)
+        images, rate = values.pop("images"), values.pop("rate")
+        optimisers.zero()
+        loss, measures = _loss(trainer, drafts, Batch.of(values), images)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafts.parameters(), settings.clip)
-        factor = max(0.02, min(1.0, (1 - progress) / 0.6))
-        for optimiser, bases in zip(optimisers, rates, strict=True):
-            for group, base in zip(optimiser.param_groups, bases, strict=True):
-                group["lr"] = base * factor
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        optimisers.step(rate)
         for gate in gates:
             gate.balance(settings.balance_rate)
-        step += 1
-        if step % settings.log_every == 0:
-            trainer.log({"draft_step": step, "took_s": time.monotonic() - begun, **_floats(measures)})
+        return measures
+
+    learn = Replayed(learned)
+    phase = next(number for number, p in enumerate(settings.phases) if not p.all_dense)
+    begun = time.monotonic()
+    for step in range(steps):
+        progress = step / steps
+        batch = trainer.feed.next(phase).to(trainer.device)
+        with torch.no_grad():
+            images = trainer.network.image_rows(batch)
+        rate = torch.full((), max(0.02, min(1.0, (1 - progress) / 0.6)), device=trainer.device)
+        measures = learn({**batch.tensors, "images": images, "rate": rate})
+        if (step + 1) % settings.log_every == 0:
+            trainer.log({"draft_step": step + 1, "took_s": time.monotonic() - begun, **_floats(measures)})
     return {name: value.detach() for name, value in drafts.state_dict().items()}
 
 
@@ -64,11 +74,13 @@ def choose_anchors(batch: Batch, block: int) -> Anchors:
     )
 
 
-def _loss(trainer: Trainer, drafts: DraftStages, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(
+    trainer: Trainer, drafts: DraftStages, batch: Batch, images: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     block = drafts.draft.block_size
     taps: list[Tensor] = []
     with torch.no_grad():
-        said = trainer.network(Context(trainer.assets.config, batch), taps).argmax(-1)
+        said = trainer.network(Context(trainer.assets.config, batch), taps, images).argmax(-1)
         anchors = choose_anchors(batch, block)
         after = anchors.position.unsqueeze(1) + 1 + torch.arange(block, device=said.device)
         row = anchors.row.unsqueeze(1)
@@ -93,5 +105,5 @@ def _loss(trainer: Trainer, drafts: DraftStages, batch: Batch) -> tuple[Tensor, 
     return loss + 0.1 * trust, measures
 
 
-def _floats(values: dict[str, Tensor]) -> dict[str, float]:
+def _floats(values: Tensors) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}

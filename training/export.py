@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 _SHARD: Final = "model-00001-of-00001.safetensors"
-_EXPERT: Final = re.compile(
+EXPERT: Final = re.compile(
     r"^(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<name>w[123])\.(?P<part>weight|scale)$"
 )
 
@@ -51,7 +51,7 @@ def quantised(published: Mapping[str, Any], weights: Mapping[str, Tensor]) -> di
 
 def _stored(spec: TensorSpec, weights: Mapping[str, Tensor]) -> Tensor:
     name = spec.name
-    if match := _EXPERT.match(name):
+    if match := EXPERT.match(name):
         stacked = weights[f"{match['stem']}.{match['name']}"].detach().cpu().float()
         payload, scale = pack_e8m0(stacked[int(match["expert"])])
         if match["part"] == "weight":

@@ -69,10 +69,16 @@ def expand(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (total + post.unsqueeze(-1) * y.float().unsqueeze(1)).to(x.dtype)
 
 
-def mix_inputs(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The flattened streams [N, hc·d] and the reciprocal of their root mean square [N, 1]."""
+def mix(x: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """fp32 [N, J]: fn fp32 [J, hc·d] times the flattened streams x bf16 [N, hc, d] over their RMS."""
+    if x.is_cuda:
+        from cedar.training.mix_triton import Mix
+
+        result: Tensor = Mix.apply(x, fn, eps)
+        return result
     flat = wide(x).flatten(1)
-    return flat, torch.rsqrt(flat.square().mean(1, keepdim=True) + eps)
+    rms = torch.rsqrt(flat.square().mean(1, keepdim=True) + eps)
+    return ((flat @ fn.to(flat.dtype).T) * rms).float()
 
 
 def gates(z: Tensor, scale: Tensor, base: Tensor, hc: int, hc_eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,13 +91,15 @@ def gates(z: Tensor, scale: Tensor, base: Tensor, hc: int, hc_eps: float) -> tup
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x bf16 [N, ..., C]: the last 2·R' channels turned as interleaved pairs; cos, sin fp32 [N, R']."""
+    if x.is_cuda:
+        from cedar.training.attention_triton import Rotate
+
+        result: Tensor = Rotate.apply(x, cos, sin)
+        return result
     turning = cos.shape[-1]
     shape = (x.shape[0], *([1] * (x.dim() - 2)), turning)
     cos, sin = cos.view(shape), sin.view(shape)
     pairs = x[..., -2 * turning :].float().unflatten(-1, (turning, 2))
-    if x.is_cuda:
-        spun = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
-        return torch.cat((x[..., : -2 * turning], spun.flatten(-2).to(x.dtype)), -1)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
     return torch.cat((x[..., : -2 * turning], turned), -1)
@@ -108,7 +116,10 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 def swiglu_weighted(gate: Tensor, up: Tensor, weight: Tensor, limit: float) -> Tensor:
     """gate, up bf16 [N, E, I], weight fp32 [N, E]."""
     if gate.is_cuda:
-        return swiglu(gate, up, limit) * weight.to(gate.dtype).unsqueeze(-1)
+        from cedar.training.swiglu_triton import WeightedSwiglu
+
+        result: Tensor = WeightedSwiglu.apply(gate, up, weight, limit)
+        return result
     inner = wide(gate).clamp_max(limit)
     silu = (inner * torch.sigmoid(inner)).float()
     return (silu * up.float().clamp(-limit, limit) * weight.unsqueeze(-1)).to(gate.dtype)
@@ -136,7 +147,12 @@ def masked_softmax(
     Masks [B, n, W, .] are True where readable; the sink fp32 [H] only adds to the denominator.
     """
     if window.is_cuda:
-        return _softmax_together(window, chosen, window_mask, chosen_mask, sink, scale)
+        from cedar.training.attention_triton import MaskedSoftmax
+
+        together: tuple[Tensor, Tensor | None] = MaskedSoftmax.apply(
+            window, chosen, window_mask, chosen_mask, sink, scale
+        )
+        return together
     low = (wide(window) * scale).masked_fill(~window_mask.unsqueeze(2), -torch.inf)
     sinks = wide(sink).view(1, 1, -1, 1)
     top = torch.maximum(low.amax(-1), sinks)
@@ -152,21 +168,3 @@ def masked_softmax(
     high = torch.exp(high - top.unsqueeze(-1))
     total = (total + high.sum(-1)).unsqueeze(-1)
     return (low / total).to(window.dtype), (high / total).to(window.dtype)
-
-
-def _softmax_together(
-    window: Tensor,
-    chosen: Tensor | None,
-    window_mask: Tensor,
-    chosen_mask: Tensor | None,
-    sink: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
-    """The same with one softmax over everything, bf16 outside and fp32 inside."""
-    width = window.shape[-1]
-    column = sink.to(window.dtype).view(1, 1, -1, 1, 1).expand(*window.shape[:-1], 1)
-    parts = [(window * scale).masked_fill(~window_mask.unsqueeze(2), -torch.inf)]
-    if chosen is not None and chosen_mask is not None:
-        parts.append((chosen * scale).masked_fill(~chosen_mask.unsqueeze(2), -torch.inf))
-    p = torch.cat((*parts, column), -1).softmax(-1)
-    return p[..., :width], (p[..., width:-1] if len(parts) > 1 else None)

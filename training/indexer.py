@@ -44,7 +44,12 @@ class Indexer(nn.Module):
         if self.wk is not None and self.k_norm is not None:
             cos, sin = context.angles(True, self.plan.ratio)
             key = self.k_norm(self.wk(entries.latent.detach()))
-            entries.keys = fp4_index(rotate(key, cos, sin)).view(context.rows, -1, key.shape[1])
+            key = rotate(key, cos, sin)
+            key = (fp4_index(key) if context.packed else key).view(context.rows, -1, key.shape[1])
+            if context.loaded is not None:
+                key = context.loaded.over(key, len(context.written), 1, self.plan.ratio)
+            entries.keys = key
+            context.written.append((entries.values.detach(), key.detach()))
         cos, sin = context.angles(True)
         q = self.wq_b(q_latent.detach()).unflatten(1, (self.config.index_heads, -1))
         q = fp4_index(rotate(q, cos, sin)).view(context.rows, context.tokens, *q.shape[1:])
@@ -84,7 +89,7 @@ class Indexer(nn.Module):
         products = q.flatten(1, 2).to(wider.dtype) @ wider.transpose(1, 2)
         scores = weigh(products.unflatten(1, q.shape[1:3]), weights)
         scores = scores.masked_fill(~everything, -torch.inf)
-        if self.plan.makes_candidates:
+        if self.plan.makes_candidates and context.pool:
             context.selections.pool = _pool(scores, visible, config)
         if self.plan.uses_candidates and context.selections.pool is not None:
             scores = scores.masked_fill(~context.selections.pool, -torch.inf)
@@ -113,7 +118,7 @@ def _pool(scores: Tensor, visible: Tensor, config: ModelConfig) -> Tensor:
     newest = (visible.sum(-1) - 1) // block
     is_newest = torch.arange(best.shape[-1], device=scores.device) == newest.unsqueeze(-1)
     kept = _top(best.masked_fill(is_newest, torch.inf), config.candidate_topk_blocks)
-    return kept.repeat_interleave(block, -1)[..., :count]
+    return kept.unsqueeze(-1).expand(*kept.shape, block).flatten(-2)[..., :count]
 
 
 def selection_loss(context: Context) -> Tensor:

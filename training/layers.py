@@ -5,6 +5,9 @@ Letters: N = B·T tokens, hc streams, d hidden, E experts, I expert width.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from cedar.model.config import EngramConfig, ModelConfig
 from cedar.model.engram_ids import EngramHashPlan
@@ -18,7 +21,7 @@ from cedar.training.fused import (
     gates,
     matmul,
     matmul_fp32,
-    mix_inputs,
+    mix,
     swiglu,
     swiglu_weighted,
 )
@@ -36,7 +39,10 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.randn(experts, width) * (0.3 * width**-0.5))
         self.bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
         self.bias_vl = nn.Parameter(torch.zeros(experts), requires_grad=False)
-        self.load: Tensor | None = None  # fp32 [2, E]: choices of text and image tokens in the last forward
+        # fp32 [2, E]: choices of text and image tokens in the last forward; written in place, so that a
+        # recorded update reads what any recorded forward wrote
+        self.load: Tensor
+        self.register_buffer("load", torch.zeros(2, experts), persistent=False)
 
     def forward(self, x: Tensor, is_image: Tensor, k: int, scale: float) -> Tensor:
         """fp32 [N, E]: every token's weights, 0 for experts that it did not choose."""
@@ -45,17 +51,16 @@ class Gate(nn.Module):
         chosen = torch.zeros_like(s).scatter_(1, (s.detach() + bias).topk(k, 1).indices, 1.0)
         if torch.is_grad_enabled():
             image = is_image.float()
-            self.load = torch.stack(((1 - image) @ chosen, image @ chosen))
+            self.load.copy_(torch.stack(((1 - image) @ chosen, image @ chosen)))
         kept = s * chosen
         return kept / (kept.sum(1, keepdim=True) + 1e-20) * scale
 
     @torch.no_grad()
-    def balance(self, rate: float) -> None:
+    def balance(self, rate: float | Tensor) -> None:
         """Move each bias toward equal load."""
-        if self.load is not None:
-            for bias, load in zip((self.bias, self.bias_vl), self.load, strict=True):
-                bias.add_(rate * torch.sign(load.mean() - load))
-                bias.sub_(bias.mean())
+        for bias, load in zip((self.bias, self.bias_vl), self.load, strict=True):
+            bias.add_(rate * torch.sign(load.mean() - load))
+            bias.sub_(bias.mean())
 
 
 class RoutedExperts(nn.Module):
@@ -148,13 +153,19 @@ class Engram(nn.Module):
 
 def engram_rows(plan: EngramHashPlan, tokens: Tensor) -> Tensor:
     """int64 [N, C] of compressed windows int64 [N, G]."""
-    products = tokens * torch.tensor(plan.multipliers, device=tokens.device)
-    primes = torch.tensor(plan.primes, device=tokens.device)
+    multipliers, primes, offsets = _hash_constants(plan.multipliers, plan.primes, plan.offsets, tokens.device)
+    products = tokens * multipliers
     mixed, columns = products[:, 0], []
     for n in range(1, products.shape[1]):
         mixed = mixed ^ products[:, n]
         columns.append(mixed.unsqueeze(1) % primes[n - 1])
-    return torch.cat(columns, 1) + torch.tensor(plan.offsets, device=tokens.device)
+    return torch.cat(columns, 1) + offsets
+
+
+@cache
+def _hash_constants(*values: Any) -> tuple[Tensor, ...]:
+    """The values but the last as tensors on the device that the last is, made once."""
+    return tuple(torch.tensor(value, device=values[-1]) for value in values[:-1])
 
 
 class Layer(nn.Module):
@@ -200,8 +211,7 @@ class Layer(nn.Module):
         """pre, post fp32 [N, hc] and comb fp32 [N, hc, hc]."""
         config = self.config
         fn, base, scale = (getattr(self, f"{name}_{part}") for part in ("fn", "base", "scale"))
-        flat, rms = mix_inputs(streams, config.rms_norm_eps)
-        z = ((flat @ fn.to(flat.dtype).T) * rms).float()
+        z = mix(streams, fn, config.rms_norm_eps)
         pre, post, comb = gates(z, scale, base, config.hc_mult, config.hc_eps)
         return pre, post, sinkhorn(comb, config.hc_eps, config.hc_sinkhorn_iters)
 

@@ -10,15 +10,14 @@ from typing import cast
 import torch
 from cedar.model.config import ModelConfig
 from cedar.model.engram_ids import EngramHashPlan, hash_plans
-from cedar.model.images import END, NEWLINE, SLOT, START, plan_image
+from cedar.model.images import END, NEWLINE, START
 from cedar.model.schedule import layer_plan
 from cedar.training.attention import Entries
-from cedar.training.checkpoint_config import IMAGE_SIDE
 from cedar.training.context import Batch, Context
 from cedar.training.fused import collapse_norm
 from cedar.training.layers import Layer, engram_rows
 from cedar.training.matrices import Norm, Plain
-from cedar.training.vision import Aligner, VisionTower, span_template
+from cedar.training.vision import Aligner, VisionTower
 from torch import Tensor, nn
 
 
@@ -40,7 +39,6 @@ class TrainingNetwork(nn.Module):
             raise ValueError("config has no vision or no Engram, must have both")
         d = config.hidden_size
         self.config = config
-        self.image_plan = plan_image(IMAGE_SIDE, IMAGE_SIDE, config.vision)
         self.embed = Embedding(config.vocab_size, d)
         self.layers = nn.ModuleList(Layer(config, plan) for plan in layer_plan(config))
         self.norm = Norm(d, config.rms_norm_eps)
@@ -62,9 +60,14 @@ class TrainingNetwork(nn.Module):
             )
         }
 
-    def forward(self, context: Context, taps: list[Tensor] | None = None) -> Tensor:
-        """Logits fp32 [B, T, V]. `taps` receives the mean stream bf16 [N, d] entering each draft target."""
-        streams, pre = self.enter(context)
+    def forward(
+        self, context: Context, taps: list[Tensor] | None = None, images: Tensor | None = None
+    ) -> Tensor:
+        """Logits fp32 [B, T, V]. `taps` receives the mean stream bf16 [N, d] entering each draft target.
+
+        `images`: what `image_rows` gives for the batch, where the caller has it already.
+        """
+        streams, pre = self.enter(context, self.image_rows(context.batch) if images is None else images)
         windows = self._token_windows(context.batch)
         entries = Entries()
         for module in self.layers:
@@ -78,30 +81,30 @@ class TrainingNetwork(nn.Module):
         logits: Tensor = self.head.full(normed)
         return logits.view(context.rows, context.tokens, -1)
 
-    def enter(self, context: Context) -> tuple[Tensor, Tensor]:
+    def enter(self, context: Context, images: Tensor) -> tuple[Tensor, Tensor]:
         """Streams bf16 [N, hc, d] of the embedded batch, images in place, and the first pre fp32 [N, hc]."""
         batch = context.batch
         rows = torch.nn.functional.embedding(batch.ids, self.embed.weight).to(torch.bfloat16).flatten(0, 1)
-        if batch.patches.shape[0]:
-            rows = rows.index_copy(0, batch.image_positions, self.image_rows(batch.patches).flatten(0, 1))
+        rows = torch.where(batch.is_image.view(-1, 1), images, rows)
         streams = rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         pre = torch.zeros(rows.shape[0], self.config.hc_mult, device=rows.device)
         pre[:, 0] = 1.0
         return streams, pre
 
-    def image_rows(self, patches: Tensor) -> Tensor:
-        """bf16 [K, span, d] of patches bf16 [K, n, 3·P·P]."""
-        slots = self.aligner(self.vision(patches, self.image_plan))
-        kinds = span_template(self.image_plan).to(patches.device)
-        names = {START: "image_start", NEWLINE: "image_newline", END: "image_end"}
-        parts, used = [], 0
-        for kind in kinds.tolist():
-            if kind == SLOT:
-                parts.append(slots[:, used])
-                used += 1
-            else:
-                parts.append(self.get_parameter(names[kind]).to(torch.bfloat16).expand(patches.shape[0], -1))
-        return torch.stack(parts, 1)
+    def image_rows(self, batch: Batch) -> Tensor:
+        """bf16 [N, d]: the rows of image positions, zero elsewhere."""
+        kinds = batch.kinds.view(-1, 1)
+        count = kinds.shape[0]
+        device = kinds.device
+        rows = torch.zeros(count + 1, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        for pictures in batch.pictures:
+            slots = self.aligner(self.vision(pictures.patches, pictures.places)).flatten(0, 1)
+            at = pictures.slots.flatten()
+            rows = rows.index_copy(0, torch.where(at < 0, count, at), slots)  # the last row takes the padding
+        rows = rows[:count]
+        for kind, name in ((START, "image_start"), (NEWLINE, "image_newline"), (END, "image_end")):
+            rows = torch.where(kinds == kind, self.get_parameter(name).to(torch.bfloat16), rows)
+        return rows
 
     def _token_windows(self, batch: Batch) -> Tensor:
         """int64 [N, G]: compressed ids of a position and those before it, pad from a stop on."""

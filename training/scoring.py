@@ -1,4 +1,4 @@
-"""Teacher-forced accuracy of the differentiable network by task and length.
+"""Teacher-forced accuracy of the differentiable network: many questions a forward, every way of serving.
 
 An answer counts when every token of it, the end token included, is the likeliest one. Greedy decoding gives
 the same answers: a wrong token ends the comparison either way.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 import tokenizers
 import torch
-from cedar.model.config import ModelConfig
-from cedar.model.images import plan_image
+from cedar.model.schedule import default_page_tokens
 from cedar.training.batches import BatchShape, collate
-from cedar.training.checkpoint_config import IMAGE_SIDE
-from cedar.training.context import Batch, Context
-from cedar.training.conversations import recall_conversation
-from cedar.training.image_tasks import compare_turn, digit_turn, figure_turn
+from cedar.training.cases import Case, recall_cases, task_cases
+from cedar.training.context import Batch, Context, Loaded
 from cedar.training.network import TrainingNetwork
-from cedar.training.text_tasks import TEXT_TURNS, Turn
-from cedar.training.tokenization import Encoded, WordEncoder, encode_conversation
+from cedar.training.tokenization import Encoded, WordEncoder, encode_conversation, span_measure
+from cedar.training.ways import WAYS, Way
+
+_FORWARD_TOKENS: Final = 32768  # of one forward
 
 
 def answers(ids: list[int], marks: list[bool]) -> list[tuple[int, int]]:
@@ -35,16 +37,6 @@ def answers(ids: list[int], marks: list[bool]) -> list[tuple[int, int]]:
     return spans
 
 
-def single_turns(rng: random.Random, count: int) -> list[list[Turn]]:
-    """`count` conversations of one turn for every task but recall, images held out."""
-    makers = [
-        *dict.fromkeys(TEXT_TURNS),
-        *(lambda r, m=m: m(r, True) for m in (digit_turn, figure_turn, compare_turn)),
-    ]
-    return [[make(rng)] for make in makers for _ in range(count)]
-
-
-@torch.no_grad()
 def score(
     network: TrainingNetwork,
     tokenizer: tokenizers.Tokenizer,
@@ -54,60 +46,88 @@ def score(
     device: torch.device,
     singles: int = 32,
 ) -> dict[str, float]:
-    """Share of right answers by task; recall by length, `lengths` giving how many prompts of each.
-
-    Selection and decoder replay are on, as in serving.
+    """Share of right answers by task, `singles` questions each, and of recall by length with `lengths` giving
+    how many prompts of each. Selection and decoder replay are on, as in serving.
     """
-    rng = random.Random(seed)
-    config = network.config
-    encode = WordEncoder(tokenizer)
-    assert config.vision is not None
-    span = plan_image(IMAGE_SIDE, IMAGE_SIDE, config.vision).span_length
-    results: dict[str, float] = {}
-    turns = single_turns(rng, singles)
-    short = [encode_conversation(turn, encode, span) for turn in turns]
-    if short:
-        right = _right(network, short, 128, device, config)
-        tally: dict[str, list[bool]] = defaultdict(list)
-        for turn, ok in zip(turns, right, strict=True):
-            tally[turn[0].kind] += ok
-        results |= {kind: sum(ok) / len(ok) for kind, ok in tally.items()}
+    measure = WordEncoder(tokenizer).measure
+    cases = [*task_cases(singles, 0, measure, seed)]
     for length, count in lengths.items():
-        items = []
-        for number in range(count):
-            conversation = recall_conversation(rng, length - 8, 1 + number % 4, 4, encode.measure)
-            items.append(encode_conversation(conversation, encode, span))
-        per_call = max(1, 32768 // length)
-        right = []
-        for start in range(0, count, per_call):
-            right += _right(network, items[start : start + per_call], length, device, config)
-        results[f"recall-{length}"] = sum(map(sum, right)) / max(1, sum(map(len, right)))
-    return results
+        cases += recall_cases(length, count, measure, seed)
+    tally: dict[str, list[bool]] = defaultdict(list)
+    (rights,) = judge(network, tokenizer, cases, WAYS[:1], device)
+    for case, right in zip(cases, rights, strict=True):
+        tally[case.task].append(right)
+    return {task: sum(each) / len(each) for task, each in tally.items()}
 
 
-def _right(
-    network: TrainingNetwork, items: list[Encoded], tokens: int, device: torch.device, config: ModelConfig
+@torch.no_grad()
+def judge(
+    network: TrainingNetwork,
+    tokenizer: tokenizers.Tokenizer,
+    cases: Sequence[Case],
+    ways: Sequence[Way],
+    device: torch.device,
 ) -> list[list[bool]]:
-    """For each conversation whether each of its answers is right."""
-    tokens += -tokens % config.window
-    shape = BatchShape(rows=len(items), tokens=tokens, sparse=1.0, replay=0.0, queries=1)
-    batch = collate(items, shape, config, random.Random(0))
-    batch = _replayed(batch, items, config.window).to(device)
-    predicted = network(Context(config, batch)).argmax(-1).cpu()
-    results = []
-    for row, item in enumerate(items):
-        ids = torch.tensor(item.ids[:tokens])
-        results.append(
-            [
-                end <= tokens and bool((predicted[row, begin - 1 : end - 1] == ids[begin:end]).all())
-                for begin, end in answers(item.ids, item.answer)
-            ]
-        )
-    return results
+    """For each way, whether the network would answer each case's last question right when served in that way.
+
+    A window record continues exactly, and so does an exact replay: both are the cold prompt here.
+    """
+    encode, span = WordEncoder(tokenizer), span_measure(network.config.vision)
+    items = [encode_conversation(case.turns, encode, span) for case in cases]
+    rights = [[False] * len(items) for _ in ways]
+    for tokens, numbers in _together(items, network.config.window):
+        together = [items[number] for number in numbers]
+        shape = BatchShape(rows=len(together), tokens=tokens, sparse=1.0, replay=0.0, queries=1)
+        batch = collate(together, shape, network.config, random.Random(0)).to(device)
+        asked = [answers(item.ids, item.answer)[-1] for item in together]
+        prompts = torch.tensor([begin for begin, _ in asked], device=device)
+        for place, way in enumerate(ways):
+            predicted = _predicted(network, batch, prompts, way)
+            for row, (number, (begin, end)) in enumerate(zip(numbers, asked, strict=True)):
+                said = predicted[row, begin - 1 : end - 1].tolist()
+                rights[place][number] = said == items[number].ids[begin:end]
+    return rights
 
 
-def _replayed(batch: Batch, items: list[Encoded], window: int) -> Batch:
-    """The decoder starts W tokens before the first answer, as CED prefill of the first turn does."""
-    starts = [max(0, answers(item.ids, item.answer)[0][0] - window) for item in items]
-    values = dict(batch.__dict__) | {"decoder_start": torch.tensor(starts)}
-    return Batch(**values)
+def _together(items: Sequence[Encoded], window: int) -> Iterator[tuple[int, list[int]]]:
+    """Padded length and numbers of the items of each forward."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for number, item in enumerate(items):
+        by_length[-(-len(item.ids) // window) * window].append(number)
+    for tokens, numbers in sorted(by_length.items()):
+        rows = max(1, _FORWARD_TOKENS // tokens)
+        for start in range(0, len(numbers), rows):
+            yield tokens, numbers[start : start + rows]
+
+
+def _predicted(network: TrainingNetwork, batch: Batch, prompts: torch.Tensor, way: Way) -> torch.Tensor:
+    """int64 [B, T] on the CPU: the likeliest next token everywhere. `prompts` int64 [B]: tokens of each."""
+    config = network.config
+    if way.replay:
+        batch = replace(batch, decoder_start=(prompts - config.window).clamp_min(0))
+    page = default_page_tokens(config)
+    hit = (prompts * way.hit).long() // page * page
+    loaded = None
+    if hit.any() and not (way.record or way.exact):
+        before = Context(config, batch, pool=way.pool, packed=way.packed)
+        network(before)
+        loaded = Loaded(hit=hit, written=before.written)
+        batch = replace(batch, encoder_start=(hit - config.window).clamp_min(0))
+    context = Context(config, batch, pool=way.pool, packed=way.packed, loaded=loaded)
+    return network(context).argmax(-1).cpu()
+
+
+def rows(
+    network: TrainingNetwork,
+    tokenizer: tokenizers.Tokenizer,
+    cases: Iterable[Case],
+    ways: Sequence[Way],
+    device: torch.device,
+) -> Iterator[tuple[str, str, int, int]]:
+    """(task, way, right, asked) for each task of the cases in each way."""
+    by_task: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_task[case.task].append(case)
+    for task, same in by_task.items():
+        for way, rights in zip(ways, judge(network, tokenizer, same, ways, device), strict=True):
+            yield task, way.name, sum(rights), len(same)

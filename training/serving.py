@@ -1,13 +1,14 @@
-"""One prompt answered greedily by the served network, in every way that serving may come to it (spec §9).
+"""Prompts answered greedily by the served network, in every way that serving may come to them (spec §9).
 
-A way says how the prompt's state came to be: cold with decoder bounded replay, every layer for every token, a
-prefix hit at P with its window record, or a prefix hit at P with only the pages.
+A way (`ways.py`) says how the prompt's state came to be: cold with decoder bounded replay, every layer for
+every token, a prefix hit at P with its window record, or a prefix hit at P with only the pages; and whether
+tokens are drafted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,30 +19,13 @@ from cedar.model.loading import build_network
 from cedar.model.network import Network
 from cedar.model.spans import ImageSpan
 from cedar.model.state import KVMemory, SequenceState
+from cedar.model.verification import rows_kept
 from cedar.model.window_record import export_window, import_window
 from cedar.training.tokenization import Encoded
+from cedar.training.ways import SERVED_WAYS as SERVED_WAYS  # read from here by callers that serve
+from cedar.training.ways import WAYS as WAYS
+from cedar.training.ways import Way as Way
 from torch import Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How the prompt's state comes to be. `hit`: share of the prompt found, rounded down to whole pages."""
-
-    name: str
-    replay: bool = True
-    hit: float = 0.0
-    record: bool = False  # the hit has its window record
-    pool: bool = True
-
-
-WAYS = (
-    Way(name="cold, bounded replay"),
-    Way(name="cold, every layer for every token", replay=False),
-    Way(name="cold, no candidate pool", pool=False),
-    Way(name="hit at 1/2, window record", hit=0.5, record=True),
-    Way(name="hit at 1/2, replay", hit=0.5),
-    Way(name="hit at 9/10, replay", hit=0.9),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +44,13 @@ def built_in_model() -> Path:
     return Path(str(files("cedar.training"))) / "checkpoint"
 
 
-def load(folder: Path, *, pool: bool = True, device: str = "cpu") -> Network:
+def load(folder: Path, *, pool: bool = True, drafting: bool = False, device: str = "cpu") -> Network:
     """The checkpoint's network; without the pool, reindexing layers select among all entries."""
     checkpoint = Checkpoint.open(str(folder))
     if not pool:
         config = dataclasses.replace(checkpoint.config, candidate_source_layer_id=None)
         checkpoint = dataclasses.replace(checkpoint, config=config)
-    return build_network(checkpoint, torch.device(device), None)
+    return build_network(checkpoint, torch.device(device), None, drafting=drafting)
 
 
 def prompt_of(network: Network, item: Encoded, end: int) -> Prompt:
@@ -78,45 +62,111 @@ def prompt_of(network: Network, item: Encoded, end: int) -> Prompt:
     return Prompt(ids, spans, {p.content_hash: network.encode_image(p) for p in prepared})
 
 
-@torch.no_grad()
+@dataclass(eq=False)
+class Answer:
+    """Greedy ids, and what the draft stages had to do with them."""
+
+    ids: list[int]
+    steps: int = 0  # verifications
+    proposed: int = 0
+    accepted: int = 0
+
+
 def answer(network: Network, prompt: Prompt, way: Way, limit: int) -> list[int]:
     """Greedy ids after the prompt, at most `limit`, up to and with the end token."""
+    return respond(network, [prompt], way, [limit])[0].ids
+
+
+@torch.no_grad()
+def respond(network: Network, prompts: Sequence[Prompt], way: Way, limits: Sequence[int]) -> list[Answer]:
+    """An answer to each prompt, at most so many ids long: prompts run one by one, answers together."""
+    if not way.packed:
+        raise ValueError("way.packed is False, must be True: the served network has packed pages only")
     size = network.layout.page_tokens
-    pages = -(-(len(prompt.ids) + limit) // size)
-    memory = KVMemory.allocate(
-        network.config, network.layout, pages=2 * pages, slots=2, device=network.device
-    )
-    seq = SequenceState(slot=0, pages=list(range(pages)), ids=list(prompt.ids), images=prompt.images)
-    hit = int(len(prompt.ids) * way.hit) // size * size
-    if hit:
-        seq = _after_hit(network, memory, seq, prompt, hit, way)
-    _prefill(network, memory, seq, prompt, len(prompt.ids), replay=way.replay)
-    logits = network.finish_prefill(memory, seq)
-    out: list[int] = []
-    while len(out) < limit:
-        out.append(int(logits.argmax()))
-        if out[-1] == network.config.eos_token_id:
-            break
-        seq.ids.append(out[-1])
-        logits = network.decode(memory, [seq])[0]
-    return out
+    needed = [-(-(len(p.ids) + limit) // size) for p, limit in zip(prompts, limits, strict=True)]
+    memory = network.allocate(pages=2 * sum(needed), slots=len(prompts) + 1)
+    answers, seqs, begin = [], [], 0
+    for slot, (prompt, pages) in enumerate(zip(prompts, needed, strict=True)):
+        own = list(range(begin, begin + pages))
+        begin += 2 * pages
+        seq = SequenceState(slot=slot, pages=own, ids=list(prompt.ids), images=prompt.images)
+        hit = int(len(prompt.ids) * way.hit) // size * size
+        if hit:
+            _take_hit(network, memory, seq, prompt, hit, way, donor=len(prompts), free=own[-1] + 1)
+        _prefill(network, memory, seq, prompt, len(prompt.ids), replay=way.replay)
+        answers.append(Answer([int(network.finish_prefill(memory, seq).argmax())]))
+        seqs.append(seq)
+    running = list(range(len(prompts)))
+    while running := [n for n in running if not _ended(network, answers[n], limits[n])]:
+        rooms = [limits[n] - len(answers[n].ids) - 1 for n in running]
+        for n in running:
+            seqs[n].ids.append(answers[n].ids[-1])
+        advance = _draft if way.drafting else _step
+        advance(network, memory, [seqs[n] for n in running], [answers[n] for n in running], rooms)
+    return answers
 
 
-def _after_hit(
-    network: Network, memory: KVMemory, first: SequenceState, prompt: Prompt, hit: int, way: Way
-) -> SequenceState:
-    """A second sequence that shares the first `hit` tokens' pages, as if they came from a store."""
+def _ended(network: Network, answer: Answer, limit: int) -> bool:
+    return len(answer.ids) >= limit or answer.ids[-1] == network.config.eos_token_id
+
+
+def _step(
+    network: Network, memory: KVMemory, seqs: list[SequenceState], answers: list[Answer], rooms: list[int]
+) -> None:
+    """One token for each sequence."""
+    for answer, token in zip(answers, network.decode(memory, seqs).argmax(-1).tolist(), strict=True):
+        answer.ids.append(token)
+
+
+def _draft(
+    network: Network, memory: KVMemory, seqs: list[SequenceState], answers: list[Answer], rooms: list[int]
+) -> None:
+    """What the backbone agrees with of a block, and its own next token, for each sequence."""
+    proposed = network.propose(memory, seqs).chosen(rooms)
+    verification = network.verify(memory, seqs, proposed)
+    said = verification.logits.argmax(-1).tolist()
+    kept = []
+    for answer, tokens, rows in zip(answers, proposed, verification.rows, strict=True):
+        own = said[rows.start : rows.stop]
+        if network.config.eos_token_id in own:
+            own = own[: own.index(network.config.eos_token_id) + 1]
+        kept.append(rows_kept(tokens, own))
+        answer.ids += own[: kept[-1]]
+        answer.steps += 1
+        answer.proposed += len(tokens)
+        answer.accepted += kept[-1] - 1
+    verification.commit(kept)
+    for seq, answer, count in zip(seqs, answers, kept, strict=True):
+        seq.ids += answer.ids[len(answer.ids) - count : -1]
+
+
+def _take_hit(
+    network: Network,
+    memory: KVMemory,
+    seq: SequenceState,
+    prompt: Prompt,
+    hit: int,
+    way: Way,
+    *,
+    donor: int,
+    free: int,
+) -> None:
+    """Bring `seq` to where it goes on from a hit of `hit` tokens, whose pages come as if from a store.
+
+    They are made in slot `donor` and pages from `free` on.
+    """
+    shared = hit // network.layout.page_tokens
+    other = list(range(free, free + shared))
+    first = SequenceState(slot=donor, pages=other, ids=list(prompt.ids), images=prompt.images)
     _prefill(network, memory, first, prompt, hit, replay=True)
     network.finish_prefill(memory, first)
-    shared = hit // network.layout.page_tokens
-    pages = first.pages[:shared] + [page + len(first.pages) for page in first.pages[shared:]]
-    second = SequenceState(slot=1, pages=pages, ids=list(prompt.ids), images=prompt.images)
+    seq.pages[:shared] = other
     if way.record:
-        import_window(network, memory, second, export_window(network, memory, first))
-        return second
-    second.length = second.encoder_start = max(0, hit - network.config.window)
-    second.write_from = hit
-    return second
+        import_window(network, memory, seq, export_window(network, memory, first))
+        return
+    layers = network.config.decoder_start_layer if way.exact else 1
+    seq.length = seq.encoder_start = max(0, hit - layers * network.config.window)
+    seq.write_from = hit
 
 
 def _prefill(

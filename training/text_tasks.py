@@ -34,6 +34,10 @@ class Turn:
     images: tuple[Image.Image, ...] = field(default=(), compare=False)
 
 
+Span = Callable[[Image.Image], int]
+"""Prompt positions of an image."""
+
+
 @dataclass(frozen=True)
 class Fact:
     """A sentence to hide, and the question that it answers word for word."""
@@ -108,17 +112,39 @@ def sort_turn(rng: random.Random) -> Turn:
     )
 
 
+def items_turn(rng: random.Random) -> Turn:
+    """How many items a list has, one to nine: counted aloud, then said."""
+    items = rng.sample(THINGS, rng.randint(1, 9))
+    aloud = ", ".join(f"{number} {item}" for number, item in enumerate(items, 1))
+    return Turn(
+        "items",
+        f"How many items are in this list: {' '.join(items)}",
+        f"{aloud}: {_plural(len(items), 'item')}.",
+    )
+
+
 def count_turn(rng: random.Random) -> Turn:
-    """How often a word stands in a short list, one to six times."""
-    thing, other = rng.sample(THINGS, 2)
+    """How often a word stands in a list among others, one to six times: counted aloud, then said."""
+    thing, *others = rng.sample(THINGS, 5)
     times = rng.randint(1, 6)
-    items = [thing] * times + [other] * rng.randint(0, 3)
+    items = [thing] * times + rng.choices(others, k=rng.randint(0, 3))
     rng.shuffle(items)
+    aloud = ", ".join(f"{thing} {number}" for number in range(1, times + 1))
     return Turn(
         "count",
         f"How often does {thing} occur in this list: {' '.join(items)}",
-        f"The word {thing} occurs {times} times.",
+        f"{aloud}: {_plural(times, 'time')}.",
     )
+
+
+def count_short_turn(rng: random.Random) -> Turn:
+    """The same question, answered at once."""
+    turn = count_turn(rng)
+    return Turn("count at once", turn.question + "?", f"It occurs {turn.answer.split(': ')[1]}")
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 TEXT_TURNS: Final[tuple[Callable[[random.Random], Turn], ...]] = (
@@ -126,6 +152,9 @@ TEXT_TURNS: Final[tuple[Callable[[random.Random], Turn], ...]] = (
     copy_turn,
     continue_turn,
     sort_turn,
+    items_turn,
     count_turn,
     count_turn,  # the hardest of them
+    count_short_turn,
+    count_short_turn,
 )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import tokenizers
+from cedar.model.config import VisionConfig
+from cedar.model.images import plan_image
 from cedar.training.checkpoint_config import ASSISTANT, BEGIN, END, IMAGE, SPECIAL_TOKENS, USER, VOCAB_SIZE
-from cedar.training.image_tasks import compare_turn, digit_turn, figure_turn
-from cedar.training.text_tasks import TEXT_TURNS, Turn, filler, make_facts
+from cedar.training.image_tasks import IMAGE_TURNS
+from cedar.training.text_tasks import TEXT_TURNS, Span, Turn, filler, make_facts
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -49,9 +52,7 @@ def corpus(seed: int, rounds: int = CORPUS_ROUNDS) -> Iterator[str]:
         yield " ".join(next(sentences) for _ in range(4))
         turns = [make(rng) for make in dict.fromkeys(TEXT_TURNS)]
         turns += [fact.turn for fact in make_facts(rng, 3)]
-        turns += (
-            [make(rng) for make in (digit_turn, figure_turn, compare_turn)] if rng.random() < 0.05 else []
-        )
+        turns += [make(rng, True) for make in IMAGE_TURNS] if rng.random() < 0.05 else []
         for turn in turns:
             yield turn.question
             yield turn.answer
@@ -99,7 +100,7 @@ class WordEncoder:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as ids, each image spread over `span` positions; `answer` marks tokens to be predicted.
+    """A conversation as ids, each image over its span; `answer` marks tokens to be predicted.
 
     `spans` hold the first position of every image, in the order of `images`.
     """
@@ -110,7 +111,18 @@ class Encoded:
     images: list[Image.Image]
 
 
-def encode_conversation(turns: Sequence[Turn], encode: WordEncoder, span: int) -> Encoded:
+def span_measure(vision: VisionConfig | None) -> Span:
+    """The positions that serving gives an image of a size."""
+    assert vision is not None
+
+    @cache
+    def span(size: tuple[int, int]) -> int:
+        return plan_image(*size, vision).span_length
+
+    return lambda image: span(image.size)
+
+
+def encode_conversation(turns: Sequence[Turn], encode: WordEncoder, span: Span) -> Encoded:
     """As the chat template writes it, every answer followed by the end token."""
     out = Encoded([BEGIN], [False], [], [])
 
@@ -123,7 +135,7 @@ def encode_conversation(turns: Sequence[Turn], encode: WordEncoder, span: int) -
         for image in turn.images:
             out.spans.append(len(out.ids))
             out.images.append(image)
-            add([IMAGE] * span, False)
+            add([IMAGE] * span(image), False)
         add(encode(turn.question), False)
         add([ASSISTANT], False)
         add([*encode(turn.answer), END], True)

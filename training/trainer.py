@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from cedar.training.assets import Assets
-from cedar.training.batches import stream
+from cedar.training.batches import Feed
 from cedar.training.context import Batch, Context
 from cedar.training.draft import DraftStages
 from cedar.training.indexer import selection_loss
 from cedar.training.layers import Gate
 from cedar.training.network import TrainingNetwork
-from cedar.training.optimiser import make_optimisers
+from cedar.training.optimiser import Optimisers
+from cedar.training.replayed import Replayed, Tensors
 from cedar.training.scoring import score
 from cedar.training.settings import Phase, Settings
 from torch import Tensor
@@ -30,23 +31,28 @@ class Trainer:
     ) -> None:
         self.assets, self.settings, self.folder, self.device = assets, settings, folder, device
         self.network = TrainingNetwork(assets.config, assets.compressed).to(device)
-        self.optimisers = make_optimisers(
-            self.network,
-            lr=settings.lr,
-            embedding_lr=settings.embedding_lr,
-            weight_decay=settings.weight_decay,
-        )
-        self._base_rates = [[g["lr"] for g in o.param_groups] for o in self.optimisers]
+        self.optimisers = Optimisers(self.network, settings.rates, settings.clip)
         self.gates = [m for m in self.network.modules() if isinstance(m, Gate)]
         self.step = 0
         self.elapsed_s = 0.0
         self.final_scores: dict[str, float] = {}
         self._averages: dict[str, Tensor] = {}
         self._averaged = 0
+        self._waited_s = 0.0
+        self._update = Replayed(self._updated)
+        # not the default stream, on which nothing can be recorded
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if resume:
             self._load()
         else:
             (folder / "log.jsonl").write_text("")
+        self.feed = Feed(
+            assets.tokenizer,
+            assets.config,
+            [phase.shape for phase in settings.phases],
+            seed=settings.seed * 1_000_003 + self.step,  # a resumed run draws other conversations
+            workers=settings.workers,
+        )
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one JSON line."""
@@ -62,26 +68,32 @@ class Trainer:
     @property
     def progress(self) -> float:
         """How much of the run is done, 0 to 1."""
-        if self.settings.steps:
-            return self.step / self.settings.steps
-        return self.elapsed_s / self.settings.seconds
+        return self.step / self.settings.steps
 
     def run(self) -> None:
         """Train until done; evaluate and checkpoint on the way and at the end."""
+        with torch.cuda.stream(self.stream):
+            self._run()
+
+    def _run(self) -> None:
         before, begun = self.elapsed_s, time.monotonic()
         checkpointed, evaluated = begun, begun
         phase: Phase | None = None
-        batches: Iterator[Batch] = iter(())
+        learn = Replayed(lambda tensors: tensors)
         while self.progress < 1.0:
             wanted = self.settings.phase(self.progress)
             if wanted is not phase:
                 phase = wanted
-                del batches
-                batches = self.batches(phase)
+                number = self.settings.phases.index(phase)
+                del learn  # with the memory of what was recorded
+                learn = Replayed(partial(self._learned, all_dense=phase.all_dense))
                 self.log(
                     {"phase": phase.name, "step": self.step, "elapsed_s": self.elapsed_s, **self._peak()}
                 )
-            self._train(next(batches), phase)
+            waiting = time.monotonic()
+            batch = self.feed.next(number)
+            self._waited_s += time.monotonic() - waiting
+            self._train(batch, phase, learn)
             self.elapsed_s = before + time.monotonic() - begun
             now = time.monotonic()
             if now - checkpointed > self.settings.checkpoint_every_s:
@@ -91,13 +103,6 @@ class Trainer:
                 evaluated = now
                 self.evaluate({512: 16, 2048: 8})
         self.save()
-
-    def batches(self, phase: Phase) -> Iterator[Batch]:
-        """The phase's stream; a resumed run draws other conversations than the first part did."""
-        seed = self.settings.seed * 1_000_003 + self.step
-        return stream(
-            self.assets.tokenizer, self.assets.config, phase.shape, seed=seed, workers=self.settings.workers
-        )
 
     def evaluate(self, lengths: dict[int, int], singles: int = 32, seed: int = 7) -> dict[str, float]:
         """Score and log."""
@@ -115,7 +120,7 @@ class Trainer:
         """Write `state.pt`, whole or not at all."""
         state = {
             "network": self.network.state_dict(),
-            "optimisers": [o.state_dict() for o in self.optimisers],
+            "optimisers": self.optimisers.state_dict(),
             "step": self.step,
             "elapsed_s": self.elapsed_s,
         }
@@ -126,30 +131,41 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.folder / "state.pt", map_location=self.device, weights_only=True)
         self.network.load_state_dict(state["network"])
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+        self.optimisers.load_state_dict(state["optimisers"])
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
 
-    def _train(self, batch: Batch, phase: Phase) -> None:
-        settings = self.settings
+    def _train(self, batch: Batch, phase: Phase, learn: Replayed) -> None:
+        """One step. The vision tower, whose images differ in number and size, is not recorded."""
+        rate = self.settings.rate(self.progress)
         batch = batch.to(self.device)
-        context = Context(self.assets.config, batch, all_dense=phase.all_dense)
-        logits = self.network(context)
-        losses = _losses(logits, batch)
-        selection = selection_loss(context)
-        (losses["loss"] + settings.selection_weight * selection).backward()
-        params = [p for p in self.network.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(params, settings.clip)
-        rate = settings.rate(self.progress)
-        for optimiser, bases in zip(self.optimisers, self._base_rates, strict=True):
-            for group, base in zip(optimiser.param_groups, bases, strict=True):
-                group["lr"] = base * rate
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        for gate in self.gates:
-            gate.balance(settings.balance_rate * rate)
+        images = self.network.image_rows(batch)
+        losses = dict(learn({**batch.tensors, "images": images.detach()}))
+        torch.autograd.backward(images, losses.pop("images"))
+        losses |= self._update({"rate": torch.full((), rate, device=self.device)})
         self.step += 1
-        self._note({**losses, "selection": selection, "grad": norm}, phase, batch, rate)
+        self._note(losses, phase, batch, rate)
+
+    def _learned(self, tensors: Tensors, *, all_dense: bool) -> Tensors:
+        """Gradients of everything but the vision tower; the losses and the images' gradient."""
+        values = dict(tensors)
+        images = values.pop("images").detach().requires_grad_()
+        batch = Batch.of(values)
+        self.optimisers.zero()
+        context = Context(self.assets.config, batch, all_dense=all_dense)
+        losses = _losses(self.network(context, images=images), batch)
+        selection = selection_loss(context)
+        (losses["loss"] + self.settings.selection_weight * selection).backward()
+        assert images.grad is not None
+        losses |= {"selection": selection, "images": images.grad}
+        return {name: value.detach() for name, value in losses.items()}
+
+    def _updated(self, tensors: Tensors) -> Tensors:
+        """One step of the optimisers."""
+        rate = tensors["rate"]
+        norms = self.optimisers.step(rate)
+        for gate in self.gates:
+            gate.balance(self.settings.balance_rate * rate)
+        return norms
 
     def _peak(self) -> dict[str, float]:
         """Most device memory used since the last call, GiB."""
@@ -161,13 +177,13 @@ class Trainer:
 
     def _note(self, values: dict[str, Tensor], phase: Phase, batch: Batch, rate: float) -> None:
         for name, value in values.items():
-            value = value.detach()
-            self._averages[name] = value if self._averaged == 0 else self._averages[name] + value
+            self._averages[name] = value.clone() if self._averaged == 0 else self._averages[name] + value
         self._averaged += 1
         if self._averaged < self.settings.log_every:
             return
         means = {name: float(value) / self._averaged for name, value in self._averages.items()}
         self._averaged = 0
+        waited, self._waited_s = self._waited_s, 0.0
         self.log(
             {
                 "step": self.step,
@@ -175,6 +191,7 @@ class Trainer:
                 "phase": phase.name,
                 "tokens": batch.ids.numel(),
                 "rate": rate,
+                "waited_s": waited,
                 **means,
             }
         )

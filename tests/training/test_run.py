@@ -16,21 +16,21 @@ def lines(folder: Path) -> list[dict[str, object]]:
 
 def test_smoke_run_exports_a_checkpoint_that_loads(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--workers", "0", "--device", "cpu"]
-    assert main([*arguments, "--smoke", "4"]) == 0
+    assert main([*arguments, "--smoke", "3"]) == 0
     log = lines(tmp_path)
     assert [line["phase"] for line in log if "tokens" not in line and "phase" in line] == ["dense", "sparse"]
     losses = [line["loss"] for line in log if "loss" in line]
-    assert len(losses) == 4
+    assert len(losses) == 3
     assert losses[-1] < losses[0]  # type: ignore[operator]
     assert any("draft_loss" in line for line in log)
     network = load_network(tmp_path / "checkpoint")
     with torch.no_grad():
         assert network.logits([0, 5, 40, 6]).isfinite().all()
     before = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert before["step"] == 4
-    assert main([*arguments, "--smoke", "6", "--resume"]) == 0
+    assert before["step"] == 3
+    assert main([*arguments, "--smoke", "4", "--resume"]) == 0
     after = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert after["step"] == 6
+    assert after["step"] == 4
     assert len(lines(tmp_path)) > len(log)
 
 

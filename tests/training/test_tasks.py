@@ -8,17 +8,25 @@ from itertools import pairwise
 from cedar.training.assets import Assets
 from cedar.training.conversations import Mixture, recall_conversation, training_conversation
 from cedar.training.image_tasks import TRAIN_DIGITS, compare_turn, digit_image, digit_turn, figure_turn
-from cedar.training.text_tasks import continue_turn, copy_turn, count_turn, make_facts, sort_turn, sum_turn
-from cedar.training.tokenization import WordEncoder
+from cedar.training.text_tasks import (
+    continue_turn,
+    copy_turn,
+    count_turn,
+    items_turn,
+    make_facts,
+    sort_turn,
+    sum_turn,
+)
+from cedar.training.tokenization import WordEncoder, span_measure
 
 
 def test_the_same_seed_gives_the_same_conversation(narrow: Assets) -> None:
-    encode = WordEncoder(narrow.tokenizer)
+    encode, span = WordEncoder(narrow.tokenizer), span_measure(narrow.config.vision)
     first, second = (
-        training_conversation(random.Random(5), 300, encode.measure, Mixture(), 8) for _ in range(2)
+        training_conversation(random.Random(5), 300, encode.measure, Mixture(), span) for _ in range(2)
     )
     assert [(t.kind, t.question, t.answer) for t in first] == [(t.kind, t.question, t.answer) for t in second]
-    assert training_conversation(random.Random(6), 300, encode.measure, Mixture(), 8) != first
+    assert training_conversation(random.Random(6), 300, encode.measure, Mixture(), span) != first
 
 
 def test_sums_sorts_counts_and_sequences_are_right() -> None:
@@ -30,8 +38,14 @@ def test_sums_sorts_counts_and_sequences_are_right() -> None:
         asked = turn.question.split(": ")[1].split()
         assert turn.answer.rstrip(".").split(": ")[1].split() == sorted(asked, key=int)
         turn = count_turn(rng)
-        word, times = turn.answer.split()[2], int(turn.answer.split()[4])
+        word, times = turn.question.split()[3], int(turn.answer.split(": ")[1].split()[0])
         assert turn.question.split(": ")[1].split().count(word) == times
+        assert turn.answer.split(": ")[0].split(", ") == [f"{word} {n}" for n in range(1, times + 1)]
+        turn = items_turn(rng)
+        items = turn.question.split(": ")[1].split()
+        aloud, total = turn.answer.split(": ")
+        assert [piece.split() for piece in aloud.split(", ")] == [[str(n), i] for n, i in enumerate(items, 1)]
+        assert int(total.split()[0]) == len(items)
         turn = continue_turn(rng)
         numbers = [int(n) for n in turn.question.split(": ")[1].split()]
         numbers += [int(n) for n in turn.answer.rstrip(".").split()[2:]]
@@ -71,5 +85,10 @@ def test_pictures_answer_themselves() -> None:
     rng = random.Random(4)
     assert figure_turn(rng).answer.startswith("This is a ")
     turns = [compare_turn(rng) for _ in range(50)]
-    assert {turn.answer.split(",")[0] for turn in turns} == {"Yes", "No"}
-    assert all(len(turn.images) == 2 for turn in turns)
+    for turn in turns:
+        first, second = (part.split()[-1] for part in turn.answer.split(":")[0].split(" and "))
+        assert turn.answer.endswith(": the same shape.") == (first == second)
+        assert len(turn.images) == 2
+    assert {turn.answer.split(": ")[1] for turn in turns} == {"the same shape.", "not the same shape."}
+    assert len({image.size for turn in turns for image in turn.images}) > 10
+    assert figure_turn(rng, size=(200, 90)).images[0].size == (200, 90)

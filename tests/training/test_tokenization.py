@@ -13,10 +13,10 @@ from cedar.training.assets import Assets
 from cedar.training.conversations import Mixture, training_conversation
 from cedar.training.draft import DraftStages
 from cedar.training.export import export_checkpoint
-from cedar.training.image_tasks import figure_turn
+from cedar.training.image_tasks import compare_turn, figure_turn
 from cedar.training.network import TrainingNetwork
 from cedar.training.text_tasks import sum_turn
-from cedar.training.tokenization import WordEncoder, encode_conversation, train_tokenizer
+from cedar.training.tokenization import WordEncoder, encode_conversation, span_measure, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def test_training_the_tokenizer_twice_gives_one_tokenizer() -> None:
 
 
 def test_pieces_give_the_ids_of_the_whole_text(narrow: Assets) -> None:
-    encode = WordEncoder(narrow.tokenizer)
+    encode, span = WordEncoder(narrow.tokenizer), span_measure(narrow.config.vision)
     for seed in range(20):
-        for turn in training_conversation(random.Random(seed), 300, encode.measure, Mixture(), 8):
+        for turn in training_conversation(random.Random(seed), 300, encode.measure, Mixture(), span):
             for text in (turn.question, turn.answer):
                 assert encode(text) == narrow.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -48,8 +48,9 @@ def test_any_text_survives(narrow: Assets) -> None:
 def test_training_ids_are_what_serving_sends(narrow: Assets, checkpoint: Path) -> None:
     form = PromptFormat.open(str(checkpoint))
     rng = random.Random(9)
-    turns = [figure_turn(rng), sum_turn(rng)]
-    encoded = encode_conversation(turns, WordEncoder(narrow.tokenizer), 8)
+    turns = [figure_turn(rng), compare_turn(rng, size=(200, 130)), sum_turn(rng)]
+    span = span_measure(narrow.config.vision)
+    encoded = encode_conversation(turns, WordEncoder(narrow.tokenizer), span)
     messages: list[Message] = []
     for turn in turns:
         parts: list[str | ImagePart] = []
