@@ -37,7 +37,8 @@ def load_network(
     `stage` "encoder" reads vision and aligner only, "prefill" and "decode" the text layers, None both.
     `page_tokens` is the page format's, by default two windows. `chunk_tokens` bounds the rows of one forward
     call of `logits` and `finish_prefill`; `expanded_bytes` the float64 weight copies kept on the CPU.
-    `drafting` loads the draft module, too, of which the prefill stage needs a small part. Raises ConfigError, CheckpointError or InputError, each naming the field, its value and what is allowed.
+    `drafting` loads the draft module, too, of which the prefill stage needs a small part. Raises
+    ConfigError, CheckpointError or InputError, each naming the field, its value and what is allowed.
     """
     check_stage(stage)
     return build_network(

@@ -149,8 +149,7 @@ class Network:
         """Get ready for `decode` with these numbers of sequences of at most `tokens` tokens each.
 
         On CUDA it compiles and captures what the first such steps would have to; elsewhere it does nothing.
-        No
-        sequence's state is touched.
+        No sequence's state is touched.
         """
         self._text()
         if self._uses_graphs:

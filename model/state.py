@@ -117,7 +117,8 @@ class SequenceState:
     disjoint.
 
     Window reads of layers below the decoder stop at `encoder_start`, those of decoder layers at
-    `decoder_start`, those of draft stages at `draft_start`. Global entries of groups that end at or below `write_from` are only read: their pages
+    `decoder_start`, those of draft stages at `draft_start`. Global entries of groups that end at or
+    below `write_from` are only read: their pages
     were loaded. After an exception out of a network call the slot's contents are undefined and the sequence
     must be dropped.
     """

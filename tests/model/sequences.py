@@ -37,7 +37,10 @@ def run(
 
 def snapshot(memory: KVMemory) -> list[torch.Tensor]:
     """Copies of all its bits, to be compared after a call that must change none."""
-    return [part.view(torch.uint8).clone() for part in (memory.pages, memory.rings, memory.tails, memory.draft_rings)]
+    return [
+        part.view(torch.uint8).clone()
+        for part in (memory.pages, memory.rings, memory.tails, memory.draft_rings)
+    ]
 
 
 def unchanged(memory: KVMemory, before: list[torch.Tensor]) -> bool:
