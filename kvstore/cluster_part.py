@@ -32,7 +32,6 @@ from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.read_through import ReadThrough
 from cedar.kvstore.rebalance import Rebalance
 from cedar.kvstore.replication import Replication
-from cedar.kvstore.rows import UNKNOWN_TENANT
 from cedar.kvstore.rpc import transport_options
 from cedar.kvstore.stats import Counters
 from cedar.kvstore.window_tier import WindowName, WindowTier
@@ -225,11 +224,10 @@ class ClusterPart:
         """On a reader thread: a frame of leading pages of one run, with what is known of them.
 
         It speaks of all its pages at once, so it ends before a page of another tenant, or of another place
-        than the one before it says. Pages of which nobody knows the tenant stay here: no purge would find
-        them there.
+        than the one before it says.
         """
         facts = self.ssd.facts(keys[0])
-        if facts is None or facts[1] == UNKNOWN_TENANT:
+        if facts is None:
             return None
         page_index, tenant, idle_s = facts
         # Before the pages are read: a purge that comes meanwhile is not known to what was read.

@@ -25,6 +25,7 @@ KNOWN_FLAGS: Final = FLAG_AFTER_REPLAY
 
 _MAGIC: Final = b"CDRP"
 _FIELDS: Final = struct.Struct("<4sHHII32s32s")
+_TOKENS: Final = struct.Struct("<I")
 assert _FIELDS.size + CHECKSUM_BYTES == HEADER_BYTES
 
 
@@ -82,6 +83,11 @@ def read_header(value: bytes | bytearray | memoryview, size: int | None = None) 
         raise CorruptValue("length", f"header says {payload_bytes}, value has {size - HEADER_BYTES}")
     checksum = bytes(value[HEADER_BYTES - CHECKSUM_BYTES : HEADER_BYTES])
     return ValueHeader(flags, tokens, payload_bytes, key, fingerprint, checksum)
+
+
+def tokens_of(value: bytes | memoryview) -> int:
+    """What the header of a verified value says of its tokens."""
+    return int(_TOKENS.unpack_from(value, 8)[0])
 
 
 def verify_value(

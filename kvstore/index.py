@@ -115,7 +115,8 @@ class PageIndex:
     def insert(self, key: bytes, row: Row, segment: Segment) -> None:
         """Make a stored page visible. It replaces an earlier copy, which stays where it is, unseen."""
         with self._lock:
-            self._forget(key)
+            if key in self._entries:
+                self._forget(key)
             self._entries[key] = Entry(segment, row, self._ttl_s(row.tenant))
             self._value_bytes += row.size
             self._tenant_bytes[row.tenant] = self._tenant_bytes.get(row.tenant, 0) + row.size

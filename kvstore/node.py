@@ -24,7 +24,7 @@ from cedar.kvstore.cluster_service import ClusterStoreService
 from cedar.kvstore.config import GIB, HOUR_S, MIB, NodeConfig, SsdConfig, WindowConfig
 from cedar.kvstore.environment import Environment
 from cedar.kvstore.errors import InvalidRequest, StoreLocked
-from cedar.kvstore.machine import keep_freed_memory
+from cedar.kvstore.machine import keep_freed_memory, use_one_large_heap
 from cedar.kvstore.member_feed import MemberFeed
 from cedar.kvstore.metrics import StoreMetrics
 from cedar.kvstore.peer_service import StorePeerService
@@ -269,6 +269,7 @@ async def serve(config: NodeConfig, peers: PeerConfig | None = None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 2 with one clear line when the node cannot start."""
     keep_freed_memory()
+    use_one_large_heap()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(*parse_arguments(argv)))

@@ -24,7 +24,10 @@ class PageStore(Protocol):
     tenants: TenantTable
 
     def put(self, items: Sequence[PutItem]) -> Future[PutCounts]:
-        """Store verified values; the future is set when they are durable. Refused, StoreClosed."""
+        """Store verified values; the future is set when they are durable. Refused, StoreClosed.
+
+        Futures are set in the order of the calls.
+        """
 
     def match(self, keys: Sequence[bytes], tenant: bytes = b"") -> int:
         """How many leading pages are held; a use of them."""
@@ -87,7 +90,7 @@ class PageStore(Protocol):
         """Bytes held, by tenant."""
 
     def purge(self, tenant: bytes) -> tuple[list[bytes], int]:
-        """Remove a tenant's pages, and those of nobody known: (keys, bytes) that went."""
+        """Remove a tenant's pages: (keys, bytes) that went."""
 
     def stats(self) -> dict[str, float]:
         """Gauges."""

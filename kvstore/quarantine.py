@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,11 @@ class Quarantine:
         except OSError as error:
             log.warning("quarantine: %s", error)
 
-    def purge(self, tenants: Collection[bytes]) -> int:
-        """Delete what is kept of these tenants; how many values."""
-        names = {tenant.hex() for tenant in tenants}
+    def purge(self, tenant: bytes) -> int:
+        """Delete what is kept of a tenant; how many values."""
         gone = 0
         for path in list(self._directory.glob("*")):
-            if path.name.split(".")[1:2] and path.name.split(".")[1] in names:
+            if path.name.split(".")[1:2] == [tenant.hex()]:
                 self._bytes -= path.stat().st_size
                 path.unlink()
                 gone += 1

@@ -45,17 +45,26 @@ def extent(row: Row) -> tuple[int, int]:
     return row.offset - HEAD_BYTES, span(row.size)
 
 
-def record_parts(
-    value: bytes | memoryview, row: Row, *, segment: int, created_s: float
-) -> tuple[bytes, bytes | memoryview, bytes]:
-    """What is written for a value, in three pieces; ``row`` has its offset already."""
-    at, size = extent(row)
-    fields = _FIELDS.pack(
-        _MAGIC, RECORD_VERSION, len(row.tenant), row.size, row.page_index, at, row.used_s, created_s, segment,
-        row.tenant,
-    )  # fmt: skip
-    head = fields + _CHECKSUM.pack(_checksum(fields, value[:HEADER_BYTES]))
-    return head, value, _ZEROS[: size - HEAD_BYTES - row.size]
+def laid_out(
+    values: Iterable[tuple[bytes, bytes | memoryview, Row]], at: int, *, segment: int, created_s: float
+) -> tuple[list[tuple[bytes, Row]], list[bytes | memoryview], int]:
+    """Records of (key, value, row) from offset ``at`` on: rows with offsets, the bytes in pieces, the end."""
+    rows: list[tuple[bytes, Row]] = []
+    pieces: list[bytes | memoryview] = []
+    between = b""  # zeros behind the record before
+    for key, value, row in values:
+        size, used_s, place, tenant = row.size, row.used_s, row.page_index, row.tenant
+        rows.append((key, Row(size, used_s, place, tenant, at + HEAD_BYTES)))
+        fields = _FIELDS.pack(
+            _MAGIC, RECORD_VERSION, len(tenant), size, place, at, used_s, created_s, segment, tenant
+        )
+        checksum = _CHECKSUM.pack(_checksum(fields, value[:HEADER_BYTES]))
+        pieces += (between + fields + checksum, value)
+        taken = span(size)
+        between = _ZEROS[: taken - HEAD_BYTES - size]
+        at += taken
+    pieces.append(between)
+    return rows, pieces, at
 
 
 @dataclass

@@ -12,8 +12,6 @@ from cedar.kvstore.keys import KEY_BYTES
 
 ROW_VERSION: Final = 2
 MAX_TENANT_BYTES: Final = 64
-UNKNOWN_TENANT: Final = b"\0unknown"
-"""Tenant of pages that nobody could name one for: whoever removes a tenant removes these too."""
 _ROW: Final = struct.Struct(f"<BBHIdI{KEY_BYTES}s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _DEAD: Final = 1

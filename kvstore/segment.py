@@ -22,7 +22,7 @@ from cedar.kvstore import segment_index
 from cedar.kvstore.erase import erase
 from cedar.kvstore.header import HEADER_BYTES, ValueHeader, read_header
 from cedar.kvstore.machine import allocated_bytes
-from cedar.kvstore.records import BLOCK_BYTES, HEAD_BYTES, Scan, extent, record_parts, scan, span
+from cedar.kvstore.records import BLOCK_BYTES, Scan, extent, laid_out, scan
 from cedar.kvstore.rows import Row
 from cedar.kvstore.segment_index import INDEX_FILE, LOCK_FILE, IndexDamaged, IndexRows, read_index, sync_path
 from cedar.kvstore.values_file import ValuesFile
@@ -59,7 +59,7 @@ class Segment:
         self.unowned: list[tuple[int, int]] = []  # (offset, bytes) of what is no whole record
         self.unindexed_bytes = 0  # of values whose rows are not in the index yet
         self._file: ValuesFile | None = file
-        self._end = end
+        self._end = self._written = end  # of what is stored, and of what is written
         self._durable = durable
         self._unindexed: dict[int, tuple[bytes, Row]] = {}
         self._index_anew = False
@@ -119,7 +119,7 @@ class Segment:
     @property
     def end_bytes(self) -> int:
         """Where the next record goes: about the size of all records."""
-        return self._end
+        return self._written
 
     @property
     def unindexed(self) -> bool:
@@ -146,28 +146,36 @@ class Segment:
 
         OSError: none of them is stored, and the segment should take no more (a later sync may lie).
         """
-        file = self._opened()
-        end = self._end
-        rows: list[tuple[bytes, Row]] = []
-        parts: list[bytes | memoryview] = []
-        for key, value, row in values:
-            rows.append((key, replace(row, offset=end + HEAD_BYTES)))
-            parts += record_parts(value, rows[-1][1], segment=self.number, created_s=self.created_s)
-            end += span(row.size)
-        file.write(self._end, parts)
-        if self._durable:
-            file.sync()
-        self._end = end
-        for key, row in rows:
-            self.keys.append(key)
-            self.last_used_s = max(self.last_used_s, row.used_s)
-            self._note(key, row)
-            self.unindexed_bytes += row.size
+        rows = self.write(values)
+        self.sync_values()
+        self.stored(rows)
         return rows
 
-    def cut_back(self) -> None:
-        """After a failed ``append``: take off the file what it wrote, so that no later start finds it."""
+    def write(self, values: Sequence[tuple[bytes, bytes | memoryview, Row]]) -> list[tuple[bytes, Row]]:
+        """Write all values behind what was written before; their rows, with offsets. OSError as above."""
         file = self._opened()
+        rows, pieces, end = laid_out(values, self._written, segment=self.number, created_s=self.created_s)
+        file.write(self._written, pieces)
+        self._written = end
+        return rows
+
+    def sync_values(self) -> None:
+        """Wait until what is written is on disk, if it is to be. Any thread; OSError, SegmentGone."""
+        if self._durable:
+            self._opened().sync()
+
+    def stored(self, rows: Sequence[tuple[bytes, Row]]) -> None:
+        """These rows, in the order of writing, are on disk: they count from now on."""
+        self.keys += [key for key, _ in rows]
+        self._unindexed.update((row.offset, (key, row)) for key, row in rows)
+        self.last_used_s = max(self.last_used_s, *(row.used_s for _, row in rows))
+        self.unindexed_bytes += sum(row.size for _, row in rows)
+        self._end = sum(extent(rows[-1][1]))
+
+    def cut_back(self) -> None:
+        """Take off the file what was written and is not stored, so that no later start finds it."""
+        file = self._opened()
+        self._written = self._end
         try:
             file.truncate(self._end)
         except OSError as error:
@@ -301,6 +309,7 @@ class Segment:
         elif file.size() > self._end:
             self.cut_back()
             self.closed_to_writes = file.size() > self._end
+        self._written = self._end
         self.unowned += [(at, size) for at, size in found.unowned if at + size <= self._end]
 
 

@@ -86,14 +86,19 @@ class SegmentSet:
         """Those whose index lacks something."""
         return [segment for segment in self.all() if segment.unindexed]
 
+    def open_at(self, now_s: float) -> Segment | None:
+        """The open segment, unless it is full or old by now."""
+        current = self._open
+        if current is None or now_s - current.created_s >= self._config.segment_s:
+            return None
+        return current if current.end_bytes < self._config.segment_bytes else None
+
     def for_writing(self, now_s: float) -> Segment:
         """The open segment, a new one when there is none or it is full or old. OSError."""
-        current = self._open
+        current = self.open_at(now_s)
         if current is not None:
-            too_old = now_s - current.created_s >= self._config.segment_s
-            if not too_old and current.end_bytes < self._config.segment_bytes:
-                return current
-            self.close_to_writes()
+            return current
+        self.close_to_writes()
         path = self._directory / f"{self._next_number:08d}"
         shutil.rmtree(path, ignore_errors=True)  # an attempt that failed half-way
         try:

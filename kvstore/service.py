@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -108,7 +108,7 @@ class StoreService:
             fingerprint: bytes | None = None
             total = 0
             keys: list[bytes] = []
-            answers: list[asyncio.Future[PutCounts]] = []
+            answers: list[Future[PutCounts]] = []
             counts = PutCounts()
             async for message in request_iterator:
                 items, fingerprint = items_of_frame(message, self._config, fingerprint)
@@ -125,8 +125,10 @@ class StoreService:
                     self.counters.add("store_puts_refused_queue", len(items))
                 else:
                     answers.append(answer)
+            for answer in answers[-1:]:  # they come in order: to wait for the last is to wait for all
+                await asyncio.wrap_future(answer)
             for answer in answers:
-                counts.add(await answer)
+                counts.add(answer.result())
             if not counts.refused:
                 self._stored(keys)
         return store_pb2.PutPagesResponse(
@@ -237,13 +239,13 @@ class StoreService:
         """Gauges of this node's part in a cluster."""
         return {}
 
-    async def _submit(self, items: list[PutItem]) -> asyncio.Future[PutCounts] | None:
+    async def _submit(self, items: list[PutItem]) -> Future[PutCounts] | None:
         """Queue items, waiting a while for room; None when there was none."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._config.put_wait_s
         while True:
             try:
-                return asyncio.wrap_future(self._ssd.put(items))
+                return self._ssd.put(items)
             except Refused:
                 if loop.time() >= give_up_s:
                     return None

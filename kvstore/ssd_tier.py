@@ -1,7 +1,8 @@
 """The tier of immutable pages on SSD: put, match and read over time-bucketed segments.
 
-Threads: one writes (``group_commit``), one maintains (``maintenance``), any number read. Readers never wait
-for the writer. All methods may block on the disk except ``match``, which looks at memory alone.
+Threads: one writes (``group_commit``) and has another wait for the disk, one maintains (``maintenance``), any
+number read. Readers never wait for the writer. All methods may block on the disk except ``match``, which
+looks at memory alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from cedar.kvstore.commit import Committer
 from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.group_commit import GroupCommit
 from cedar.kvstore.index import PageIndex
+from cedar.kvstore.judge import Judge
 from cedar.kvstore.maintenance import Maintenance
 from cedar.kvstore.page_reader import PageReader, Run
 from cedar.kvstore.put import PutCounts, PutItem
 from cedar.kvstore.quarantine import Quarantine
 from cedar.kvstore.removal import Copies, remove_pages
-from cedar.kvstore.rows import UNKNOWN_TENANT, Row
 from cedar.kvstore.segment import Segment
 from cedar.kvstore.segment_set import SegmentSet
 from cedar.kvstore.stats import Counters
@@ -101,15 +102,19 @@ class SsdTier:
             prepare=self._prepare,
             on_pressure=lambda: self.maintenance.wake(),
         )
+        judge = Judge(
+            self._index,
+            self.tenants,
+            on_quota=lambda tenant: self.maintenance.over_quota(tenant),
+            on_corrupt=lambda *what: self._reader.corrupt(*what),
+        )
         self._writer = GroupCommit(
             config,
             committer,
             self._index,
             self.counters,
+            judge,
             now_s=self._time.now_s,
-            tenants=self.tenants,
-            on_quota=lambda tenant: self.maintenance.over_quota(tenant),
-            on_corrupt=lambda *what: self._reader.corrupt(*what),
         )
         self.maintenance = Maintenance(
             config,
@@ -288,30 +293,27 @@ class SsdTier:
         return self._writer.call(chore)
 
     def purge(self, tenant: bytes) -> tuple[list[bytes], int]:
-        """Remove all pages of a tenant, and those of which nobody knows the tenant: (keys, bytes) that went.
+        """Remove all pages of a tenant, and data that belongs to nobody known: (keys, bytes) that went.
 
         Covers every put that was submitted before, older copies, quarantined and damaged data. Blocks.
         """
-        tenants = (tenant, UNKNOWN_TENANT)
         closed = [segment for segment in self._segments.all() if segment.closed_to_writes]
-        copies = self._copies(closed, tenants)
+        copies = self._copies(closed, tenant)
 
         def chore() -> int:
             seen = set(closed)
-            copies.update(self._copies([s for s in self._segments.all() if s not in seen], tenants))
+            copies.update(self._copies([s for s in self._segments.all() if s not in seen], tenant))
             return self._removed(copies)
 
         size = self._writer.call(chore).result()
-        self._quarantine.purge(tenants)
+        self._quarantine.purge(tenant)
         return [key for pages in copies.values() for key, _ in pages.values()], size
 
-    def _copies(self, segments: Sequence[Segment], tenants: Sequence[bytes]) -> Copies:
-        """What is there of these tenants, and the segments in which something is nobody's."""
+    def _copies(self, segments: Sequence[Segment], tenant: bytes) -> Copies:
+        """What is there of a tenant, and the segments in which something is nobody's."""
         found: Copies = {}
         for segment in segments:
-            pages: dict[int, tuple[bytes, Row]] = {}
-            for tenant in tenants:
-                pages |= self._index.copies(segment, tenant)
+            pages = self._index.copies(segment, tenant)
             if pages or segment.unowned:
                 found[segment] = pages
         return found

@@ -48,9 +48,9 @@ class StallWatch:
 
     def _look(self) -> None:
         now_s = self._loop.time()
-        waits_s = 0.0 if self._since_s is None else now_s - self._since_s
-        if waits_s < self._limit_s:
-            self._timer = self._loop.call_later(self._limit_s - waits_s, self._look)
+        due_s = (now_s if self._since_s is None else self._since_s) + self._limit_s
+        if now_s < due_s:  # compared with the very time that is set: no remainder is left by rounding
+            self._timer = self._loop.call_at(due_s, self._look)
             return
         self._expired = True
         assert self._task is not None

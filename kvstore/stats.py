@@ -29,7 +29,7 @@ COUNTERS: Final = {
     "store_put_bytes": "bytes of values stored",
     "store_commits": "group commits",
     "store_commit_values": "values in them",
-    "store_commit_seconds": "time spent in them",
+    "store_commit_seconds": "time from the first write of each to the end of its sync; they overlap",
     "store_commit_failures": "commits that the disk failed",
     "store_pages_carried": "pages copied forward into a younger segment",
     "store_pages_evicted_expired": "pages dropped past their time",

@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple
 from cedar.kvstore.errors import CorruptValue, NotInMemory
 
 WRITE_BYTES: Final = 896 << 10
-"""Most that one call writes. From about 1 MB on, Linux with large folios takes ten times as long a byte."""
+"""Most that one call writes. Larger ones get large folios, out of just that memory which a virtual machine
+gives back to its host: writing to it takes ten times as long (docs/log.md)."""
 _NO_WAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 _UNREADABLE: Final = (errno.EIO, errno.EBADMSG, errno.EILSEQ)

@@ -1,8 +1,8 @@
 """Measures the store: ``python -m cedar.ops.bench.store [--only NAME] [--json FILE] [--markdown FILE]``.
 
 Every figure is a ratio to a yardstick measured beside it in the same run, a median over repetitions, next to
-what was predicted and to its limit. Exit status 1 when a limit is missed. Nothing else should run meanwhile;
-on a busy machine the quartiles say how far to trust a figure.
+what was predicted and to its limit. Exit status 1 when a limit is missed. Nothing else should run meanwhile:
+the report says how much of the processors others took, and the quartiles how far to trust a figure.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import sys
 import tempfile
 import time
@@ -26,8 +27,9 @@ def suites() -> dict[str, Suite]:
     """What can be measured, by name."""
     from .store_cold_reads import cold_reads
     from .store_disk import durable_puts, warm_reads
+    from .store_node_puts import node_puts
     from .store_peers import peers
-    from .store_rpc import loopback, node_puts
+    from .store_rpc import loopback
     from .store_soak import soak
 
     return {
@@ -51,6 +53,15 @@ def machine() -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     python = platform.python_version()
     return f"{os.cpu_count()} x {model}, {memory_gib:.0f} GiB, Linux {platform.release()}, Python {python}"
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Seconds of processor time that the machine has spent since its start, and this process with its own."""
+    used = [int(text) for text in Path("/proc/stat").read_text().split()[1:9]]
+    idle, waiting = used[3:5]
+    seconds = (sum(used) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return seconds, sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def markdown(figures: Sequence[Figure], about: str) -> str:
@@ -78,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     arguments = parser.parse_args(argv)
     figures: list[Figure] = []
+    started_s = time.monotonic()
+    all_before_s, own_before_s = processor_seconds()
     for name in arguments.only or known:
         print(f"{name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="cedar-bench-", dir=arguments.directory) as directory:
@@ -87,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
             quartiles = f"({row.spread[0]:.3f} to {row.spread[1]:.3f})"
             print(f"  {mark}{row.ratio:8.3f}  {quartiles}  {row.name}", flush=True)
         figures += found
-    about = f"{machine()}; {time.strftime('%Y-%m-%d')}; load {os.getloadavg()[0]:.1f}"
+    all_s, own_s = processor_seconds()
+    others = (all_s - all_before_s - own_s + own_before_s) / (time.monotonic() - started_s)
+    about = f"{machine()}; {time.strftime('%Y-%m-%d')}; others used {max(others, 0.0):.2f} processors"
     print(about)
     if arguments.json:
         record = {"about": about, "figures": [row.record() for row in figures]}

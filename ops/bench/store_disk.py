@@ -156,7 +156,7 @@ def _durable_puts(directory: Path, pages: int, batches: int) -> list[Figure]:
 class PlainFile:
     """Appends a batch and fsyncs: in one call, or ``page_by_page``, which may be faster.
 
-    (With large folios, Linux 6.18 takes ten times as long for one write of 4 MB as for four of 1 MB.)
+    (One call gets large folios, whose memory a virtual machine may have to get back from its host.)
     """
 
     def __init__(self, path: Path, *, page_by_page: bool = False) -> None:

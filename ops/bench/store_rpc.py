@@ -1,4 +1,4 @@
-"""The whole node over loopback against bare gRPC and a plain file: GetPages, MatchPrefix, durable puts."""
+"""The whole node over loopback against bare gRPC: GetPages, MatchPrefix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cedar.kvstore.rpc import ServiceStub, channel_options
 from cedar.v1 import store_pb2
 
 from .store_bare_server import SERVICE as BARE
-from .store_disk import BATCH, PlainFile, timed
+from .store_disk import BATCH
 from .store_measure import (
     FINGERPRINT,
     ROOT,
@@ -194,85 +194,5 @@ async def _loopback(at: str, bare: str, pages: int, repeats: int) -> list[Figure
             limit=10.0,
             at_least=False,
             details=ms,
-        ),
-    ]
-
-
-def node_puts(directory: Path, *, batches: int = 60, pages: int = 64) -> list[Figure]:
-    """Durable puts through a node, and the same bytes written and fsynced in batches of 16 to a plain file.
-
-    A call carries 64 pages (a chunk of a long prompt); the node commits 16 at a time and answers once all
-    are on disk. With two calls under way, one is received while the other is written.
-    """
-    keep_freed_memory()
-    with node(directory / "node") as at:
-        return asyncio.run(_node_puts(at, directory, batches, pages))
-
-
-async def _node_puts(at: str, directory: Path, batches: int, pages: int) -> list[Figure]:
-    client = StoreClient(at, fingerprint=FINGERPRINT)
-    plain = PlainFile(directory / "plain")
-    paged = PlainFile(directory / "paged", page_by_page=True)
-    salts = iter(range(1, 1 << 30))
-
-    def batch(count: int) -> tuple[list[bytes], list[bytes]]:
-        keys = bench_keys(count, salt=next(salts))
-        return keys, [bench_value(key) for key in keys]
-
-    async def put(keys: list[bytes], values: list[bytes]) -> None:
-        counts = await client.put_pages(keys, values)
-        assert counts.stored == len(keys), counts
-
-    async def through(file: PlainFile) -> float:
-        keys, values = batch(2 * pages)
-
-        def write() -> None:
-            for start in range(0, len(keys), BATCH):
-                file.put(keys[start : start + BATCH], values[start : start + BATCH])
-
-        return await asyncio.to_thread(timed, write)
-
-    async def through_node(count: int) -> float:
-        calls = [batch(count) for _ in range(2 * pages // count)]
-        started_s = time.perf_counter()
-        if count == BATCH:
-            for keys, values in calls:
-                await put(keys, values)
-        else:
-            await asyncio.gather(*(put(*call) for call in calls))
-        return time.perf_counter() - started_s
-
-    cases: dict[str, Case] = {
-        "plain": lambda: through(plain),
-        "paged": lambda: through(paged),
-        "node 64": lambda: through_node(pages),
-        "node 16": lambda: through_node(BATCH),
-    }
-    await interleaved(cases, 2)
-    results = await interleaved(cases, batches // 4)
-    await client.close()
-    plain.close()
-    paged.close()
-    rates = {f"{n}_MB_s": megabytes_per_s(2 * pages * VALUE_BYTES, results[n]) for n in cases}
-    return [
-        figure(
-            "durable put through the node, two calls of 64 pages / write + fsync in batches of 16",
-            speed_ratios(results, "node 64", "plain"),
-            predicted=0.7,
-            limit=0.6,
-            details=rates,
-        ),
-        figure(
-            "durable put through the node, one call of 16 pages at a time / the same",
-            speed_ratios(results, "node 16", "plain"),
-            predicted=0.5,
-            details=rates,
-        ),
-        figure(
-            "durable put through the node, two calls of 64 pages / a plain file written page by page",
-            speed_ratios(results, "node 64", "paged"),
-            predicted=0.7,
-            limit=0.6,
-            details=rates,
         ),
     ]

@@ -89,7 +89,7 @@ def test_a_disk_failure_is_forgiven_though_the_wall_clock_stepped_back(
     clock = ManualClock()
     tier = open_tier(tmp_path / "store", clock=clock)
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "append", lambda *_: (_ for _ in ()).throw(OSError("no")))
+        patch.setattr(Segment, "write", lambda *_: (_ for _ in ()).throw(OSError("no")))
         assert tier.put(items_of(0, 1)).result(30).reason == "disk"
     clock.step_wall(-DAY_S)
     assert tier.put(items_of(0, 1)).result(30).reason == "disk"

@@ -13,7 +13,7 @@ import pytest
 from . import store_child
 
 SCRIPT = """
-import json, logging, os, signal, sys
+import json, logging, os, signal, sys, threading
 from pathlib import Path
 sys.path[:0] = [{here!r}]
 logging.disable(logging.CRITICAL)
@@ -47,6 +47,22 @@ def half_written(share):
         die()
     ValuesFile.write = wrapped
 
+syncing, second = threading.Event(), threading.Event()
+
+def second_written_while_first_is_synced():
+    write = ValuesFile.write
+    def wrapped(self, offset, pieces):
+        write(self, offset, pieces)
+        if syncing.is_set():
+            second.set()
+    ValuesFile.write = wrapped
+    ValuesFile.sync = lambda self: (syncing.set(), second.wait(30), die())
+
+def put_two(tier, salt):
+    tier.put(items_of(salt, 8))
+    syncing.wait(30)
+    tier.put(items_of(salt + 1, 8)).result(30)
+
 def put(tier, salt):
     tier.put(items_of(salt, 8)).result(30)
 
@@ -70,6 +86,7 @@ PHASES = {{
     "half written": (lambda: half_written(0.5), put),
     "nearly all written": (lambda: half_written(0.99), put),
     "written, not synced": (lambda: before(ValuesFile, "sync"), put),
+    "written, and the next too": (second_written_while_first_is_synced, put_two),
     "synced, not visible": (lambda: after(ValuesFile, "sync"), put),
     "half visible": (lambda: before(PageIndex, "insert", at=4), put),
     "segment directory made": (lambda: before(segment, "ValuesFile"), roll),
@@ -142,7 +159,7 @@ GONE = [0, 8, 0]
 
 def test_kill_9_in_every_phase_of_a_commit(results: dict[str, tuple[int, list[list[object]]]]) -> None:
     """Acknowledged chains are whole, the one under way is whole page by page, and the next put works."""
-    assert len(results) == 16
+    assert len(results) == 17
     for phase, (status, starts) in results.items():
         assert status == -9, f"{phase}: it was not reached"
         for chains in starts:

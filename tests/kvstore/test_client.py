@@ -422,6 +422,34 @@ async def test_a_watch_limits_each_message_and_not_what_is_done_with_it():
     await asyncio.sleep(0.06)  # nothing is left that would cancel this task
 
 
+class StillClock:
+    """An event loop whose time stands still between two timers, as a simulation's does."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = self.when_s = now_s
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_at(self, when_s: float, callback: Any) -> None:
+        self.when_s = when_s
+
+    def call_later(self, delay_s: float, callback: Any) -> None:
+        self.when_s = self.now_s + delay_s
+
+
+async def test_a_watch_is_not_kept_awake_by_what_rounding_leaves():
+    for number in range(1000):
+        watch = StallWatch(0.3)
+        watch._loop = clock = StillClock(number * 0.7301)  # type: ignore[assignment]
+        watch._task = task = asyncio.create_task(asyncio.sleep(5))
+        watch._since_s = clock.now_s
+        watch._look()
+        clock.now_s = clock.when_s
+        watch._look()
+        assert task.cancelling() == 1, f"still waiting at {clock.now_s!r}"
+
+
 async def test_a_watch_leaves_the_cancelling_of_its_task_alone():
     async def wait() -> None:
         with StallWatch(0.05) as watch:

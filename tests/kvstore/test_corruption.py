@@ -328,8 +328,9 @@ def test_random_bit_flips_never_give_a_wrong_value(open_tier: Any, chains: Any, 
     assert lost <= rounds // 2  # a flip costs the page it hits
 
 
+@pytest.mark.parametrize("step", ["write", "sync_values"])
 def test_a_failing_disk_refuses_puts_and_heals(
-    open_tier: Any, chains: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    step: str, open_tier: Any, chains: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ):
     tier = open_tier()
     keys = chains.keys(30)
@@ -339,7 +340,7 @@ def test_a_failing_disk_refuses_puts_and_heals(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "append", fail)
+        patch.setattr(Segment, step, fail)
         counts = open_tier.put(tier, chains.items(keys[:20]))
         assert (counts.present, counts.refused, counts.reason) == (10, 10, "disk")
     assert tier.match(keys) == 10

@@ -408,18 +408,23 @@ def test_a_page_is_visible_only_after_its_commit(
     keys = chains.keys(1)
     open_tier.put(tier, chains.items(chains.keys(1, salt=1)))
     segment = tier._segments.all()[-1]
-    append = segment.append
     seen = []
 
-    def watched(*arguments: Any) -> Any:
-        seen.append(tier.match(keys))
-        rows = append(*arguments)
-        seen.append(tier.match(keys))
-        return rows
+    def watch(name: str) -> None:
+        method = getattr(segment, name)
 
-    monkeypatch.setattr(segment, "append", watched)
+        def watched(*arguments: Any) -> Any:
+            seen.append((name, tier.match(keys)))
+            result = method(*arguments)
+            seen.append((name, tier.match(keys)))
+            return result
+
+        monkeypatch.setattr(segment, name, watched)
+
+    for name in ("write", "sync_values"):
+        watch(name)
     open_tier.put(tier, chains.items(keys))
-    assert seen[:2] == [0, 0]
+    assert seen == [("write", 0), ("write", 0), ("sync_values", 0), ("sync_values", 0)]
     assert tier.match(keys) == 1
 
 

@@ -18,7 +18,6 @@ from cedar.kvstore.config import SsdConfig
 from cedar.kvstore.errors import CorruptValue, NotInMemory, Refused, StoreClosed
 from cedar.kvstore.header import read_header, verify_value
 from cedar.kvstore.put import PutCounts, PutItem
-from cedar.kvstore.rows import UNKNOWN_TENANT
 from cedar.kvstore.ssd_tier import Run, StoredPage
 from cedar.kvstore.stats import Counters, PageUse
 
@@ -365,7 +364,7 @@ class MemoryPages:
         if self._jobs:
             self._commit()
         pages = self._disk.pages
-        keys = [key for key, page in pages.items() if page.tenant in (tenant, UNKNOWN_TENANT)]
+        keys = [key for key, page in pages.items() if page.tenant == tenant]
         return keys, sum(len(pages.pop(key).value) for key in keys)
 
     def stats(self) -> dict[str, float]:

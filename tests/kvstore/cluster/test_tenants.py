@@ -14,7 +14,6 @@ from cedar.kvstore.header import HEADER_BYTES
 from cedar.kvstore.keys import chain_keys, root_key
 from cedar.kvstore.members import Member
 from cedar.kvstore.put import PutItem
-from cedar.kvstore.rows import UNKNOWN_TENANT
 from cedar.kvstore.rpc import ServiceStub
 from cedar.kvstore.tenant_purge import PEER_SERVICE
 from cedar.kvstore.tenants import TenantLimits, TenantTable
@@ -119,7 +118,7 @@ async def test_copies_under_way_cannot_bring_a_purged_tenant_back(fleet: Any, ch
     assert other.counters["store_copies_refused_purged"] == 16
 
 
-async def test_a_purge_takes_what_is_queued_quarantined_and_of_unknown_owner(fleet: Any, chains: Any) -> None:
+async def test_a_purge_takes_what_is_queued_and_quarantined(fleet: Any, chains: Any) -> None:
     node = await fleet.add("a")
     client = fleet.client()
     keys = chains.keys(24)
@@ -130,12 +129,10 @@ async def test_a_purge_takes_what_is_queued_quarantined_and_of_unknown_owner(fle
         file.write(b"\xff\x00\xff")
     assert node.ssd.get(keys[2]) is None
     assert len(list((fleet.directory / "a" / "quarantine").iterdir())) == 1
-    orphan = [PutItem(key, chains.value(key, SIZE), i, UNKNOWN_TENANT) for i, key in enumerate(keys[8:12])]
-    node.ssd.put(orphan).result(10)
-    later = [PutItem(key, chains.value(key, SIZE), i, A) for i, key in enumerate(keys[12:])]
+    later = [PutItem(key, chains.value(key, SIZE), i, A) for i, key in enumerate(keys[8:])]
     queued = node.ssd.put(later)
     report = await client.purge(A)
-    assert queued.result(10).stored == 12
+    assert queued.result(10).stored == 16
     assert report.pages == 24, "the quarantined one's row counts as well"
     assert not any(node.ssd.held(keys))
     assert list((fleet.directory / "a" / "quarantine").iterdir()) == []
