@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from cedar.kernels import experts_ref, fp4_ref, paging_ref
+from cedar.kernels import experts_ref, fp4_ref, paging_ref, prepared_ref
 from cedar.kernels.contract import Contract
 from cedar.kernels.paging import INDEX_TYPES
+from cedar.kernels.prepared import CODES, Prepared
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -19,6 +20,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
 
         return experts_triton.swiglu(gate, up, limit)
     return experts_ref.swiglu(gate, up, limit)
+
+
+def swiglu_prepared(gate: torch.Tensor, up: torch.Tensor, limit: float, order: int) -> Prepared:
+    """`swiglu` of [N, I], quantised in `order` for the product that reads it, in the same launch."""
+    if gate.is_cuda and order == CODES:
+        from cedar.kernels import experts_triton
+
+        return experts_triton.swiglu_codes(gate, up, limit)
+    return prepared_ref.prepared(swiglu(gate, up, limit), order)
 
 
 def expand_experts(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Routed experts on Hopper: gate, up and SwiGLU in one kernel, down in another, on packed MXFP4 weights (spec
-§3).
+"""Routed experts of many tokens on Hopper: gate, up and SwiGLU in one kernel, down in another, on packed
+MXFP4 weights (spec §3).
 
 Weights stream through shared memory by bulk copies and go to wgmma's registers as exact bf16 (times 2^-32),
 the slots' activations are gathered into shared memory as its other operand. A tile has N slots and, where
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import torch
 import triton
+from cedar.kernels.codes_hopper import natural
 from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait, half
-from cedar.kernels.linear_hopper import SHARED_X, natural, round_trip, wide, wide_left
-from cedar.kernels.weights_hopper import _COPY, _FP4_ASM, _GROUPS4, _WORDS4
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,11 +24,88 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SHARED_W = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
+SHARED_X = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 Packed = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128] bf16, 16 bytes a thread
+
+# Eight E2M1 channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1,
+# 5), (0, 4).
+_FP4_ASM = gl.constexpr("""
+{
+.reg .b32 a, b, c, d, s;
+shr.b32 a, $8, 6;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 a, $8, 0x80008000, a, 0xEA;
+mul.rn.bf16x2 a, a, $9;
+mov.b32 {$0, $1}, a;
+shr.b32 b, $8, 2;
+and.b32 b, b, 0x01C001C0;
+shl.b32 s, $8, 4;
+lop3.b32 b, s, 0x80008000, b, 0xEA;
+mul.rn.bf16x2 b, b, $9;
+mov.b32 {$2, $3}, b;
+shl.b32 c, $8, 2;
+and.b32 c, c, 0x01C001C0;
+shl.b32 s, $8, 8;
+lop3.b32 c, s, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, $9;
+mov.b32 {$4, $5}, c;
+shl.b32 d, $8, 6;
+and.b32 d, d, 0x01C001C0;
+shl.b32 s, $8, 12;
+lop3.b32 d, s, 0x80008000, d, 0xEA;
+mul.rn.bf16x2 d, d, $9;
+mov.b32 {$6, $7}, d;
+}
+""")
+
+# Words of 64 rows, 128 channels: a thread has four of rows g and g + 8, a scale group of each.
+_WORDS4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 16],
+    )
+)
+_GROUPS4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, 4, 4],
+    )
+)
+
+
+@gluon.constexpr_function
+def wide(warps, n):
+    """wgmma's sum [16 warps, n]."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def wide_left(warps, n):
+    """wgmma's left operand [16 warps, 128]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 16]), 2)
+
+
+@gluon.jit
+def round_trip(groups):
+    """fp32 groups along the last axis of [A, B, 32], holding bf16 values, quantised and read back."""
+    amax = gl.maximum(gl.max(gl.abs(groups), axis=2), 1e-4)
+    code = ((amax * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    code = gl.convert_layout(code, gl.SliceLayout(2, groups.type.layout))[:, :, None]
+    down = ((254 - code) << 23).to(gl.float32, bitcast=True)
+    back = gl.minimum(gl.maximum(groups * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
+    return back * (code << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -47,22 +123,10 @@ def expand(words, scales, N: gl.constexpr):
     wide_ = power[:, :, None] + gl.full([64, 4, 4], 0, gl.int32, _GROUPS4)
     scale = gl.convert_layout(gl.reshape(wide_, [64, 16]), _WORDS4)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
-        _FP4_ASM,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, scale],
-        is_pure=True,
-        pack=1,
-        dtype=(
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-        ),
-    )
+        _FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scale], is_pure=True, pack=1,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+               gl.bfloat16),
+    )  # fmt: skip
     front = gl.join(gl.join(d0, d1), gl.join(c0, c1))
     both = gl.join(front, gl.join(gl.join(b0, b1), gl.join(a0, a1)))  # [64, word, half, 2, 2]
     parts = gl.reshape(gl.permute(both, (0, 1, 4, 3, 2)), [64, 4, 8, 2, 2])
@@ -130,6 +194,18 @@ def finish_hidden(gate, up, slots, weight_ptr, out_ptr, row, inner, limit, N: gl
     place = place_of(row + gl.arange(0, 64, layout=gl.SliceLayout(1, L)))
     at = out_ptr + gl.maximum(mine, 0)[None, :].to(gl.int64) * inner + place[:, None]
     gl.store(at, half(hidden), mask=(mine >= 0)[None, :])
+
+
+@gluon.jit
+def _multiply(left, right, acc, extra, more, wider, E: gl.constexpr):
+    """acc and, where the tile is wider, more with a product added: one wait for both."""
+    if wider:
+        a = warpgroup_mma(left, right, acc, is_async=True)
+        b = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, more, is_async=True)
+        acc, more = warpgroup_mma_wait(0, deps=(a, b))
+    else:
+        acc = warpgroup_mma(left, right, acc)
+    return acc, more
 
 
 @gluon.jit
@@ -224,36 +300,21 @@ def hidden(
                 _copy(e_s.index(to), x_ptr, more, fill, there)
             async_copy.commit_group()
             right = x_s.index(slot).permute((1, 0))
+            extra = e_s.index(slot).permute((1, 0))
             ahead = gl.minimum(turn + 1, BLOCKS - 1)
             left = expand(g_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), g_scales, N)
             g_scales = scales_of(scale1, ahead, COLUMNS)
-            gate0 = warpgroup_mma(left, right, gate0)
-            if wider:
-                gate2 = warpgroup_mma(
-                    gl.convert_layout(left, wide_left(4, E)), e_s.index(slot).permute((1, 0)), gate2
-                )
+            gate0, gate2 = _multiply(left, right, gate0, extra, gate2, wider, E)
             left = expand(u_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), u_scales, N)
             u_scales = scales_of(scale3, ahead, COLUMNS)
-            up0 = warpgroup_mma(left, right, up0)
-            if wider:
-                up2 = warpgroup_mma(
-                    gl.convert_layout(left, wide_left(4, E)), e_s.index(slot).permute((1, 0)), up2
-                )
+            up0, up2 = _multiply(left, right, up0, extra, up2, wider, E)
             if MT == 2:
                 left = expand(g_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), h_scales, N)
                 h_scales = scales_of(scale1 + 2 * COLUMNS, ahead, COLUMNS)
-                gate1 = warpgroup_mma(left, right, gate1)
-                if wider:
-                    gate3 = warpgroup_mma(
-                        gl.convert_layout(left, wide_left(4, E)), e_s.index(slot).permute((1, 0)), gate3
-                    )
+                gate1, gate3 = _multiply(left, right, gate1, extra, gate3, wider, E)
                 left = expand(u_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), v_scales, N)
                 v_scales = scales_of(scale3 + 2 * COLUMNS, ahead, COLUMNS)
-                up1 = warpgroup_mma(left, right, up1)
-                if wider:
-                    up3 = warpgroup_mma(
-                        gl.convert_layout(left, wide_left(4, E)), e_s.index(slot).permute((1, 0)), up3
-                    )
+                up1, up3 = _multiply(left, right, up1, extra, up3, wider, E)
         async_copy.wait_group(0)
         finish_hidden(gate0, up0, slots, weight_ptr, out_ptr, row, inner, limit, N)
         if EXTRA > 0:
@@ -362,26 +423,18 @@ def output(
             ahead = gl.minimum(turn + 1, BLOCKS - 1)
             left = expand(w_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), s0, N)
             s0 = scales_of(scale, ahead, COLUMNS)
-            a0 = warpgroup_mma(left, right, a0)
-            if wider:
-                b0 = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, b0)
+            a0, b0 = _multiply(left, right, a0, extra, b0, wider, E)
             if MT > 1:
                 left = expand(w_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), s1, N)
                 s1 = scales_of(scale + 2 * COLUMNS, ahead, COLUMNS)
-                a1 = warpgroup_mma(left, right, a1)
-                if wider:
-                    b1 = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, b1)
+                a1, b1 = _multiply(left, right, a1, extra, b1, wider, E)
             if MT > 2:
                 left = expand(w_s.index(slot).slice(128, 64, dim=0).load(_WORDS4), s2, N)
                 s2 = scales_of(scale + 4 * COLUMNS, ahead, COLUMNS)
-                a2 = warpgroup_mma(left, right, a2)
-                if wider:
-                    b2 = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, b2)
+                a2, b2 = _multiply(left, right, a2, extra, b2, wider, E)
                 left = expand(w_s.index(slot).slice(192, 64, dim=0).load(_WORDS4), s3, N)
                 s3 = scales_of(scale + 6 * COLUMNS, ahead, COLUMNS)
-                a3 = warpgroup_mma(left, right, a3)
-                if wider:
-                    b3 = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, b3)
+                a3, b3 = _multiply(left, right, a3, extra, b3, wider, E)
         async_copy.wait_group(0)
         _write(a0, slots, out_ptr, row, outputs, N)
         if EXTRA > 0:

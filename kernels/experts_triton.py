@@ -2,9 +2,9 @@
 """Routed experts on MXFP4 weights: sort slots by expert, gate-up-SwiGLU, down, sum in the order of ids
 (spec §3).
 
-A slot is one choice of one token: token·k + choice. Slots of one expert are laid out in tiles of T, so
-that every weight byte is
-read once per tile. `experts_hopper` does the products on Hopper; elsewhere `linear_triton.packed_rows` does.
+A slot is one choice of one token: token·k + choice. Slots of one expert are laid out in tiles of T, so that
+every weight byte is read once per tile. On Hopper `experts_one_hopper` does the products of a few tokens,
+`experts_fp8_hopper` while tiles of eight suffice, `experts_hopper` beyond; elsewhere `packed_rows` does.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from cedar.kernels.linear_triton import hopper, packed_rows, permuted
-from cedar.kernels.packed_triton import to_bf16
+from cedar.kernels.packed_triton import bf16_round, to_bf16
+from cedar.kernels.prepared import Prepared, empty_codes
+from cedar.kernels.prepared_triton import store_codes
+from triton.language.extra.cuda import gdc_wait
 
 SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by a program for every expert
-UNSORTED = 4  # tokens whose slots are tiles of their own on Hopper
+UNSORTED = 16  # tokens whose slots are tiles of their own on Hopper
+EIGHT = 10  # slots an expert, on average, up to which tiles have eight there
 BLOCK = 4096  # slots such a program reads at a time
 
 
@@ -116,10 +120,10 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
 
 @triton.jit
 def _swiglu(
-    gate_ptr, up_ptr, weight_ptr, out_ptr, columns, gate_stride, up_stride, limit,
-    WEIGHTED: tl.constexpr, B: tl.constexpr,
+    gate_ptr, up_ptr, weight_ptr, out_ptr, scale_ptr, columns, gate_stride, up_stride, limit,
+    WEIGHTED: tl.constexpr, CODES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, ceil(columns / B))."""
+    """Grid (rows, ceil(columns / B)). CODES: out is E4M3 bytes, quantised, with scales."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=at < columns, other=0.0).to(tl.float32)
@@ -128,32 +132,62 @@ def _swiglu(
     out = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
     if WEIGHTED:
         out = out * tl.load(weight_ptr + row)
-    tl.store(out_ptr + row * columns + at, to_bf16(out), mask=at < columns)
+    if CODES:
+        at_scale = scale_ptr + row * (columns // 32)
+        store_codes(out_ptr + row * columns, at_scale, bf16_round(out), at, at < columns, B)
+    else:
+        tl.store(out_ptr + row * columns + at, to_bf16(out), mask=at < columns)
 
 
 def swiglu(
     gate: torch.Tensor, up: torch.Tensor, limit: float, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """bf16 [..., I]: silu(min(gate, limit))·clamp(up, ±limit), times weight of each row if given."""
-    columns = gate.shape[-1]
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    rows = out.numel() // max(1, columns)
-    if rows:
-        block = min(1024, triton.next_power_of_2(columns))
-        if not (gate.dim() == up.dim() == 2 and gate.stride(1) == up.stride(1) == 1):  # halves of a wider row
-            gate, up = gate.reshape(rows, columns).contiguous(), up.reshape(rows, columns).contiguous()
-        _swiglu[(rows, triton.cdiv(columns, block))](
-            gate, up, weight if weight is not None else gate, out, columns, gate.stride(0), up.stride(0),
-            limit, weight is not None, block,
-        )  # fmt: skip
+    _launch_swiglu(gate, up, limit, weight, out, None)
     return out
 
 
+def swiglu_codes(gate: torch.Tensor, up: torch.Tensor, limit: float) -> Prepared:
+    """The same [N, I], I a multiple of 32, quantised."""
+    out = empty_codes(gate)
+    _launch_swiglu(gate, up, limit, None, out.values.view(torch.uint8), out.scale)
+    return out
+
+
+def _launch_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    limit: float,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    columns = gate.shape[-1]
+    rows = out.numel() // max(1, columns)
+    if not rows:
+        return
+    block = min(1024, max(32, triton.next_power_of_2(columns)))
+    if not (gate.dim() == up.dim() == 2 and gate.stride(1) == up.stride(1) == 1):  # halves of a wider row
+        gate, up = gate.reshape(rows, columns).contiguous(), up.reshape(rows, columns).contiguous()
+    _swiglu[(rows, triton.cdiv(columns, block))](
+        gate, up, weight if weight is not None else gate, out, out if scale is None else scale, columns,
+        gate.stride(0), up.stride(0), limit, weight is not None, scale is not None, block,
+    )  # fmt: skip
+
+
 @triton.jit
-def _sum(y_ptr, shared_ptr, out_ptr, columns, k, SHARED: tl.constexpr, B: tl.constexpr):
-    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's k rows in order, and `shared` after them."""
+def _sum(
+    y_ptr, shared_ptr, out_ptr, columns, k, SHARED: tl.constexpr, B: tl.constexpr, WAIT: tl.constexpr
+):  # fmt: skip
+    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's k rows in order, and `shared` after them.
+
+    WAIT: launched beside the kernel that writes the rows (`launch_pdl`), so it waits for that one's end.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
+    if WAIT:
+        gdc_wait()
     total = tl.zeros([B], tl.float32)
     for i in range(k):
         total += tl.load(y_ptr + (row * k + i) * columns + at, mask=at < columns, other=0.0).to(tl.float32)
@@ -184,14 +218,19 @@ def grouped_experts(
     slots_count = tokens * k
     share = slots_count / experts
     fast = x.is_cuda and width % 256 == 0 and inner % 128 == 0 and hopper(x.device.index or 0)
-    if fast and tokens <= UNSORTED:
+    if fast and tokens <= UNSORTED and inner % 256 == 0:
         from cedar.kernels import experts_one_hopper
 
         y = experts_one_hopper.experts(x.contiguous(), ids, weights, packed, limit)
+    elif fast and share <= EIGHT:
+        from cedar.kernels import experts_fp8_hopper
+
+        tiles = _tiles_of(ids, experts, 8)
+        y = experts_fp8_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit)
     elif fast:
         from cedar.kernels import experts_hopper
 
-        width_of = (8, 0) if share <= 4 else (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
+        width_of = (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
         tiles = _tiles_of(ids, experts, sum(width_of))
         y = experts_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit, width_of)
     else:
@@ -209,8 +248,9 @@ def grouped_experts(
         )
     kind = torch.float32 if shared is None else torch.bfloat16
     total = torch.empty(tokens, width, dtype=kind, device=x.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(256 if tokens <= UNSORTED else 1024, triton.next_power_of_2(width))
     _sum[(tokens, triton.cdiv(width, block))](
-        y, y if shared is None else shared, total, width, k, shared is not None, block
-    )
+        y, y if shared is None else shared, total, width, k, shared is not None, block, fast,
+        num_warps=max(1, block // 256), **({"launch_pdl": True} if fast else {}),
+    )  # fmt: skip
     return total

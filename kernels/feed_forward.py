@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from cedar.kernels.contract import Contract
-from cedar.kernels.experts import grouped_experts, swiglu
-from cedar.kernels.linear import FLOATS, linear_fp8
+from cedar.kernels.experts import grouped_experts, swiglu, swiglu_prepared
+from cedar.kernels.linear import FLOATS, linear_fp8, order_for
+from cedar.kernels.prepared import Prepared
 from cedar.kernels.router import route
 
 
@@ -53,26 +54,45 @@ def feed_forward(
     shared: SharedWeights,
     limit: float,
     expanded: Expanded | None = None,
+    prepared: tuple[Prepared, ...] = (),
 ) -> torch.Tensor:
     """bf16 [N, d] of normed rows x bf16 [N, d]: `route`, `grouped_experts`, the shared expert, added in
     fp32.
 
     gate, bias, k and scale as in `route`; limit as in `swiglu`. Three launches on Hopper for few tokens
-    (a choice an expert on average). Errors as those functions'.
+    (a choice an expert on average); beyond, `prepared` in an order of `orders_for` spares one. Errors as
+    those functions'.
     """
     if x.is_cuda and gate.dtype == torch.bfloat16:
         from cedar.kernels import feed_forward_triton
 
-        if feed_forward_triton.fits(x, k, routed, shared):
+        if feed_forward_triton.fits(x.shape[0], x.shape[1], k, routed, shared):
             _check(x, gate, bias, k, routed, shared)
             return feed_forward_triton.feed_forward(x, gate, bias, k, scale, routed, shared, limit)
     wide = expanded if expanded is not None else Expanded()
     ids, weights = route(x, gate, bias, k, scale)
-    halves = linear_fp8(x, shared.w13, shared.w13_scale, expanded=wide.w13)
+    halves = linear_fp8(x, shared.w13, shared.w13_scale, expanded=wide.w13, prepared=prepared)
     first, second = halves.chunk(2, dim=1)
-    hidden = swiglu(first, second, limit)
+    order = order_for(x.shape[0], shared.w2)
+    hidden: torch.Tensor | Prepared
+    if order is None:
+        hidden = swiglu(first, second, limit)
+    else:
+        hidden = swiglu_prepared(first, second, limit, order)
     beside = linear_fp8(hidden, shared.w2, shared.w2_scale, expanded=wide.w2)
     return grouped_experts(x, ids, weights, *routed, limit, expanded=wide.routed, shared=beside)
+
+
+def orders_for(tokens: int, k: int, routed: RoutedWeights, shared: SharedWeights) -> tuple[int, ...]:
+    """In which orders `feed_forward` of so many tokens has use for its rows quantised: one or none."""
+    if not shared.w13.is_cuda:
+        return ()
+    from cedar.kernels import feed_forward_triton
+
+    if feed_forward_triton.fits(tokens, shared.w13.shape[1], k, routed, shared):
+        return ()
+    order = order_for(tokens, shared.w13)
+    return () if order is None else (order,)
 
 
 def _check(

@@ -15,6 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
+COUNTER_STEP = gl.constexpr(8)  # between counters that many wait at: a sector each
+# The two fp16 of a word as fp32.
+SINGLES = gl.constexpr("{\n.reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.f32.f16 $0, l;\ncvt.f32.f16 $1, h;\n}")
 
 
 @cache
@@ -54,6 +57,47 @@ def meet(cell, SPLITS: gl.constexpr):
     while seen - goal < 0:
         seen = gl.atomic_add(cell, 0, sem="acquire")
     barrier()
+
+
+# Until the counter at $1 has come to $2; what others wrote before they arrived can be read then.
+_UNTIL = gl.constexpr("""{
+.reg .pred p;
+.reg .b32 v;
+AGAIN:
+ld.acquire.gpu.global.b32 v, [$1];
+sub.s32 v, v, $2;
+setp.lt.s32 p, v, 0;
+@p bra AGAIN;
+mov.b32 $0, v;
+}""")
+
+
+@gluon.jit
+def goal_of(cell):
+    """What a counter will read when all of a launch's programs have arrived: arrivals add up to 64.
+
+    For programs that do not wait at once, or not all: `goal_of` before, then `arrive`, then `wait_for`, which
+    costs less than `meet`, as nothing is read back on the way. Neighbours in launch order, as there.
+    """
+    return (gl.load(cell, volatile=True) & -64) + 64
+
+
+@gluon.jit
+def arrive(cell, amount):
+    """What this program's (or this trade's) threads have written can be read by those who wait."""
+    barrier()
+    gl.atomic_add(cell, amount, sem="release")
+
+
+@gluon.jit
+def wait_for(cell, goal):
+    """Every thread waits for the counter by itself."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    zero = gl.full([32 * gl.num_warps()], 0, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        _UNTIL, "=r,l,r", [zero.to(gl.int64) + cell.to(gl.int64, bitcast=True), zero + goal],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

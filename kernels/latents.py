@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from cedar.kernels import latents_ref, paging_ref
+from cedar.kernels import latents_ref, paging_ref, prepared_ref
 from cedar.kernels.contract import Contract
 from cedar.kernels.fp8 import window_row_bytes
 from cedar.kernels.fp8_ref import GROUP
@@ -82,4 +82,4 @@ def norm_latents(
             latents, query_weight, key_weight, rope, eps, window, places, orders, staging
         )
     query = latents_ref.norm_latents(latents, query_weight, key_weight, rope, eps, window, places, staging)
-    return query, tuple(latents_ref.prepared(query, order) for order in orders)
+    return query, tuple(prepared_ref.prepared(query, order) for order in orders)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from cedar.kernels import fp8_ref, norm_ref, rope_ref
-from cedar.kernels.prepared import Prepared
 
 
 def norm_latents(
@@ -35,10 +34,3 @@ def norm_latents(
         rows, places = rows[kept], places[kept]
     window[places.long()] = rows
     return norm_ref.rms_norm(latents[:, :queries], query_weight, eps)
-
-
-def prepared(x: torch.Tensor, order: int) -> Prepared:
-    """x bf16 [N, C] as a product meets it; only the natural order, 0, is known here."""
-    if order != 0:
-        raise ValueError(f"order is {order}: the reference knows the natural order, 0, alone")
-    return Prepared(fp8_ref.dequantize(*fp8_ref.quantize(x)), order)

@@ -9,40 +9,50 @@ import torch
 import triton
 import triton.language as tl
 from cedar.kernels.latents import Staging
+from cedar.kernels.linear_triton import hopper
+from cedar.kernels.move_rows_triton import copy_row
 from cedar.kernels.packed_triton import bf16_round, fp8_scale, to_bf16, to_e4m3
-from cedar.kernels.prepared import Prepared
-from cedar.kernels.prepared_triton import store_prepared
+from cedar.kernels.prepared import CODES, Prepared, empty_codes
+from cedar.kernels.prepared_triton import store_codes, store_prepared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NONE = -1
+_CODES = tl.constexpr(CODES)
 
 
 @triton.jit
-def _copy(from_ptr, source, from_rows, to_ptr, target, to_rows, ROW: tl.constexpr, B: tl.constexpr):
-    """One row of ROW bytes, unless an index is out of range."""
-    if (source >= 0) & (source < from_rows) & (target >= 0) & (target < to_rows):
-        at = tl.arange(0, B)
-        row = tl.load(from_ptr + source * ROW + at, mask=at < ROW, other=0)
-        tl.store(to_ptr + target * ROW + at, row, mask=at < ROW)
+def _store(out_ptr, scale_ptr, x, channel, inside, ORDER: tl.constexpr, B: tl.constexpr):
+    """A row's copy in an order, unless that is NONE."""
+    if ORDER == _CODES:
+        store_codes(out_ptr, scale_ptr, x, channel, inside, B)
+    elif ORDER >= 0:
+        store_prepared(out_ptr, x, channel, inside, ORDER, B)
 
 
 @triton.jit(do_not_specialize=["window_rows", "tokens", "ring_rows"])
 def _latents(
-    x_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, query_ptr, first_ptr, second_ptr, window_ptr,
-    place_ptr, ring_ptr, source_ptr, target_ptr, saved_ptr, width, window_rows, tokens, ring_rows, eps,
+    x_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, query_ptr, first_ptr, first_scale_ptr,
+    second_ptr, second_scale_ptr, window_ptr, place_ptr, ring_ptr, source_ptr, target_ptr, saved_ptr, width,
+    window_rows, tokens, ring_rows, eps,
     Q: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr, HALF_ROPE: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, STAGED: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2, tokens): 0 the key, 1 the query latent; STAGED: tokens + copied rows, those of column 0 after.
 
-    FIRST, SECOND: orders of the query's quantised copies, -1: none.
+    FIRST, SECOND: orders of the query's quantised copies, -1: none. OVERLAPS: with the launch before it
+    (`launch_pdl`).
     """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     row = x_ptr + token * width
     if token >= tokens:
         if tl.program_id(0) == 0:
             number = token - tokens
             source = tl.load(source_ptr + number)
-            _copy(
+            copy_row(
                 ring_ptr, source, ring_rows, window_ptr, number, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
             )
     elif tl.program_id(0) == 1:
@@ -53,17 +63,15 @@ def _latents(
         weight = tl.load(query_weight_ptr + at, mask=inside, other=0.0).to(tl.float64)
         normed = bf16_round((x * scale * weight).to(tl.float32))
         tl.store(query_ptr + token * Q + at, to_bf16(normed), mask=inside)
-        if FIRST >= 0:
-            store_prepared(first_ptr + token * Q, normed, at, inside, FIRST, B)
-        if SECOND >= 0:
-            store_prepared(second_ptr + token * Q, normed, at, inside, SECOND, B)
+        _store(first_ptr + token * Q, first_scale_ptr + token * (Q // 32), normed, at, inside, FIRST, B)
+        _store(second_ptr + token * Q, second_scale_ptr + token * (Q // 32), normed, at, inside, SECOND, B)
     else:
         place = tl.load(place_ptr + token).to(tl.int64)
         target = tl.full([], -1, tl.int64)
         if STAGED:
             target = tl.load(target_ptr + token)
             saved = tl.load(saved_ptr + token)
-            _copy(
+            copy_row(
                 ring_ptr, target, ring_rows, window_ptr, saved, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
             )
             tl.debug_barrier()
@@ -117,18 +125,27 @@ def norm_latents(
     queries, keys = query_weight.shape[0], key_weight.shape[0]
     latents = latents.contiguous()
     query = latents.new_empty(tokens, queries)
-    copies = tuple(Prepared(torch.empty_like(query), order) for order in orders)
-    first, second = (*copies, Prepared(query, NONE), Prepared(query, NONE))[:2]
+    copies = tuple(
+        empty_codes(query) if order == CODES else Prepared(torch.empty_like(query), order) for order in orders
+    )
+    first, second = (_bytes(copy) for copy in (*copies, Prepared(query, NONE), Prepared(query, NONE))[:2])
     rings, *moves = staging if staging is not None else (window, places, places, places)
     copied = moves[0].shape[0] if staging is not None else 0
+    overlaps = latents.is_cuda and hopper(latents.device.index or 0)
     if tokens:
         _latents[(2, tokens + copied)](
             latents, query_weight, key_weight, rope[0].contiguous(), rope[1].contiguous(), query,
-            first.values, second.values, window, places.contiguous(), rings, *(index.contiguous() for index
+            *first, *second, window, places.contiguous(), rings, *(index.contiguous() for index
             in moves),
             width, window.shape[0], tokens, rings.shape[0], eps,
-            queries, triton.next_power_of_2(queries), keys // 2, rope[0].shape[1], first.order, second.order,
-            staging is not None, triton.next_power_of_2(keys + keys // 32), num_warps=4,
-            enable_fp_fusion=False,
+            queries, triton.next_power_of_2(queries), keys // 2, rope[0].shape[1], *(*orders, NONE, NONE)[:2],
+            staging is not None, triton.next_power_of_2(keys + keys // 32), overlaps, num_warps=4,
+            enable_fp_fusion=False, **({"launch_pdl": True} if overlaps else {}),
         )  # fmt: skip
     return query, copies
+
+
+def _bytes(copy: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales as a kernel stores them; something of the same kind where there are no scales."""
+    values = copy.values.view(torch.uint8) if copy.order == CODES else copy.values
+    return values, values if copy.scale is None else copy.scale

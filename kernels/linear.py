@@ -5,28 +5,63 @@ from __future__ import annotations
 import torch
 from cedar.kernels import fp8_ref, linear_ref
 from cedar.kernels.contract import Contract
+from cedar.kernels.fp8 import dequantize_fp8
+from cedar.kernels.prepared import CODES, Prepared
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
+def order_for(tokens: int, weight: torch.Tensor) -> int | None:
+    """The order in which a product of `tokens` rows with an FP8 `weight` [O, I] has use for what its producer
+    quantised; None where it has none (a library's product, a CPU).
+    """
+    if not weight.is_cuda:
+        return None
+    from cedar.kernels import linear_triton
+
+    return linear_triton.order_for(tokens, weight)
+
+
 def linear_fp8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, expanded: torch.Tensor | None = None
+    x: torch.Tensor | Prepared,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    expanded: torch.Tensor | None = None,
+    prepared: tuple[Prepared, ...] = (),
 ) -> torch.Tensor:
     """x·Wᵀ with FP8 operands: x bf16 [..., I] (quantised here, groups of 32) to bf16 [..., O].
 
     weight float8_e4m3fn [O, I] with scale uint8 E8M0 [ceil(O/32), ceil(I/32)]. `expanded`, float64 [O, I]
     made by `expand_fp8_blocks`, spares the CPU reference the expansion at every call; devices with a kernel
-    ignore it.
+    ignore it. `prepared`: the rows of x as their producer quantised them; one in the order that `order_for`
+    names spares the launch that quantises, others and the CPU's are passed over. x itself may be such rows
+    [N, I], in order CODES, where no bf16 ones exist.
     """
     c = Contract("linear_fp8")
     c.expect("weight", weight, "O I", torch.float8_e4m3fn)
     c.expect("scale", scale, "ceil(O/32) ceil(I/32)", torch.uint8)
+    if isinstance(x, Prepared):
+        c.require("x", x.order == CODES and x.scale is not None, f"is in order {x.order}, not {CODES}")
+        c.expect("x.values", x.values, "N I", torch.float8_e4m3fn)
+        if x.values.is_cuda and order_for(x.values.shape[0], weight) == CODES:
+            from cedar.kernels import linear_triton
+
+            return linear_triton.linear_fp8(x.values, weight, scale, (x,))
+        assert x.scale is not None
+        x = dequantize_fp8(x.values, x.scale)
     c.expect("x", x, "... I", torch.bfloat16)
     c.divisible("x", "I", fp8_ref.GROUP)
+    for copy in prepared:
+        if copy.order == CODES:
+            c.expect("prepared.values", copy.values, "N I", torch.float8_e4m3fn)
+            c.require(
+                "prepared.values", copy.values.numel() == x.numel(), f"must hold x's {x.numel()} values"
+            )
     if x.is_cuda:
         from cedar.kernels import linear_triton
 
-        return linear_triton.linear_fp8(x, weight, scale)
+        return linear_triton.linear_fp8(x, weight, scale, prepared)
     if expanded is None:
         expanded = fp8_ref.expand_blocks(weight, scale, torch.float64)
     else:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from cedar.kernels.packed_triton import INTERPRETED, e2m1, exponent_value, fp8_round_trip, to_bf16
+from cedar.kernels.prepared import CODES, Prepared
 
 NATURAL, FOR_FP8, FOR_FP4 = 0, 1, 2  # channel orders of `permuted`
 WIDE = 4  # added to an order: as `weights_hopper`'s wgmma kernels meet it
@@ -171,7 +172,18 @@ def _few(
     return out
 
 
-def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def order_for(tokens: int, weight: torch.Tensor) -> int | None:
+    """As the public function, for a CUDA weight."""
+    if not hopper(weight.device.index or 0):
+        return None
+    from cedar.kernels import linear_hopper
+
+    return CODES if linear_hopper.plan(tokens, *weight.shape) is not None else None
+
+
+def linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, prepared: tuple[Prepared, ...] = ()
+) -> torch.Tensor:
     """bf16 [..., O]: x bf16 [..., I] quantised, times E4M3 [O, I] with 32x32 scales."""
     outputs, columns = weight.shape
     flat = x.reshape(-1, columns)
@@ -183,7 +195,8 @@ def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
 
         cut = linear_hopper.plan(flat.shape[0], outputs, columns)
     if cut is not None:
-        out = linear_hopper.linear_fp8(flat if flat.stride(1) == 1 else flat.contiguous(), weight, scale, cut)
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        out = linear_hopper.linear_fp8(flat, weight, scale, cut, prepared)
     elif x.is_cuda:
         out = permuted(flat) @ expand_blocks(weight, scale).T
     else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import overload
 
 import torch
-from cedar.kernels import mhc_ref
+from cedar.kernels import mhc_ref, prepared_ref
 from cedar.kernels.contract import Contract
 from cedar.kernels.norm import rms_norm
+from cedar.kernels.prepared import Prepared
 
 
 def mhc_mix(
@@ -72,6 +73,7 @@ def mhc_expand(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch
 
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+MixArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int]
 
 
 @overload
@@ -96,8 +98,23 @@ def mhc_boundary(
     norm_weight: torch.Tensor,
     eps: float,
     *,
-    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
+    mix: MixArguments,
 ) -> tuple[torch.Tensor, torch.Tensor, Mixes]: ...
+
+
+@overload
+def mhc_boundary(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    mix: MixArguments,
+    orders: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor, Mixes, tuple[Prepared, ...]]: ...
 
 
 def mhc_boundary(
@@ -109,13 +126,18 @@ def mhc_boundary(
     norm_weight: torch.Tensor,
     eps: float,
     *,
-    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, Mixes]:
+    mix: MixArguments | None = None,
+    orders: tuple[int, ...] | None = None,
+) -> (
+    tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, Mixes]
+    | tuple[torch.Tensor, torch.Tensor, Mixes, tuple[Prepared, ...]]
+):
     """Between two sublayers, one launch on a GPU: (X' [N, hc, d], norm(collapse(X', pre)) [N, d]), bf16.
 
     The same as `mhc_expand`, `mhc_collapse` of the result with the pre handed in, `rms_norm` of that. With
     mix = (fn, scale, base, eps, hc_eps, iters), also what `mhc_mix` makes of X': (pre, post, comb), in the
-    same launch.
+    same launch; with orders besides, also the normed rows quantised, in each of these orders (`Prepared`).
     """
     if x.is_cuda and x.shape[1] == 4:
         from cedar.kernels import mhc_triton
@@ -134,10 +156,17 @@ def mhc_boundary(
             c.expect("base", mix[2], "mixes", torch.float32)
             c.require("iters", mix[5] > 0, f"must be positive, got {mix[5]}")
             wanted = (mix[0].to(torch.float32), *mix[1:])
-            return mhc_triton.sublayer(x, (y, post, comb), pre, (norm_weight, eps), wanted)
-        streams, row = mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
-        assert row is not None
-        return streams, row
+            given = (x, (y, post, comb), pre, (norm_weight, eps), wanted)
+            streams, row, mixes, prepared = mhc_triton.sublayer(*given, orders or ())
+            return (streams, row, mixes) if orders is None else (streams, row, mixes, prepared)
+        streams, normed = mhc_triton.boundary(x, (y, post, comb), pre, (norm_weight, eps))
+        assert normed is not None
+        return streams, normed
     streams = mhc_expand(x, y, post, comb)
     row = rms_norm(mhc_collapse(streams, pre), norm_weight, eps)
-    return (streams, row) if mix is None else (streams, row, mhc_mix(streams, *mix))
+    if mix is None:
+        return streams, row
+    mixes = mhc_mix(streams, *mix)
+    if orders is None:
+        return streams, row, mixes
+    return streams, row, mixes, tuple(prepared_ref.prepared(row, order) for order in orders)

@@ -1,18 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""A sublayer's boundary and mix for many tokens on Hopper, one launch: streams read once and written once
-(spec §6).
+"""A sublayer's boundary and mix on Hopper, one launch: streams read once and written once (spec §6).
 
-A program takes 64 tokens and a share of the channels, 64 at a time: streams come by bulk copies, are expanded
-in place and leave by bulk copies, and meanwhile are wgmma's right operand against the projection, whose fp32
-values go in as three exact bf16 parts, one above the other in the rows of the left operand. The programs of a
-tile then meet: each norms its own channels and turns the sums of some tokens into pre, post and comb.
+A program takes a tile of tokens and a share of the channels, 64 at a time: streams come by bulk copies, are
+expanded in place and leave by bulk copies, and meanwhile are wgmma's left operand; the projection, split into
+three exact bf16 parts in shared memory, is the right one. The programs of a tile then meet: each norms its
+own channels and turns the sums of some tokens into pre, post and comb.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from cedar.kernels.grid_hopper import barrier, counters, grid_release, grid_wait, half, meet
+from cedar.kernels.mhc_mix_hopper import mixes, part_sums, parts_layout
+from cedar.kernels.prepared import Prepared
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,113 +23,166 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-EL = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
-        [[0, 32], [1, 0], [2, 0], [4, 0], [8, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+STAGES = 2
+WARPS = 8
+LONG = 512  # tokens beyond which a tile has 128
+
+
+@cache
+def plan(tokens: int, width: int) -> tuple[int, int]:
+    """Tokens of a tile, and the shares its channels are split into: one program a multiprocessor."""
+    rows = 64 if tokens <= LONG else 128
+    return rows, min(width // 64, max(4, min(40, 132 // triton.cdiv(tokens, rows))))
 
 
 @gluon.constexpr_function
-def parts_layout(splits, each):
-    """[splits, each] within a warp, warps alike."""
-    bases = []
-    n = 1
-    while n < splits:
-        bases.append([n, 0])
-        n *= 2
-    m = 1
-    while m < each:
-        bases.append([0, m])
-        m *= 2
-    lanes = bases[:5]
-    while len(lanes) < 5:
-        lanes.append([0, 0])
-    return gl.DistributedLinearLayout(bases[5:], lanes, [[0, 0], [0, 0]], [], [splits, each])
+def sub_layout(NW):
+    """[4 NW, 64]: eight neighbouring channels a thread, eight threads a row."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]],
+        [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
+        [[4 << i, 0] for i in range(NW.bit_length() - 1)],
+        [],
+        [4 * NW, 64],
+    )
+
+
+@gluon.constexpr_function
+def held_layout(NI, NW):
+    """[NI, 4 NW, 8]: what each thread sums, by turn of the inner loop."""
+    return gl.DistributedLinearLayout(
+        [[1 << i, 0, 0] for i in range(NI.bit_length() - 1)],
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0]],
+        [[0, 4 << i, 0] for i in range(NW.bit_length() - 1)],
+        [],
+        [NI, 4 * NW, 8],
+    )
+
+
+@gluon.constexpr_function
+def fn_layout(NW):
+    """[32, 64] of the projection."""
+    if NW == 16:
+        return gl.DistributedLinearLayout(
+            [[0, 1], [0, 2]],
+            [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]],
+            [[2, 0], [4, 0], [8, 0], [16, 0]],
+            [],
+            [32, 64],
+        )
+    rows = [[4, 0], [8, 0], [16, 0]]
+    n = NW.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *rows[n:]],
+        [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
+        rows[:n],
+        [],
+        [32, 64],
+    )
+
+
+@gluon.constexpr_function
+def acc_layout(N, T, NW):
+    """[T, N] sums of a product."""
+    return gl.NVMMADistributedLayout([3, 0], [T // 16, NW * 16 // T], [16, N * T // (NW * 16), 16])
 
 
 @gluon.jit
-def _sum(part, at, mask):
-    return gl.sum(gl.load(part + at, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
-
-
-@gluon.jit
-def _sig(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def _inverse(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+def _stores_done():
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _even(a, b, c, d, eps):
-    r = _inverse((((a + b) + c) + d) + eps)
-    return a * r, b * r, c * r, d * r
+def _upper(v):
+    return (v.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _soft(a, b, c, d, eps):
-    top = gl.maximum(gl.maximum(a, b), gl.maximum(c, d))
-    a = gl.exp(a - top)
-    b = gl.exp(b - top)
-    c = gl.exp(c - top)
-    d = gl.exp(d - top)
-    r = _inverse(((a + b) + c) + d)
-    return a * r + eps, b * r + eps, c * r + eps, d * r + eps
+def _put(v, wide_s, rest_s):
+    """The three bf16 parts of fp32 v [32, 64]: wide's rows 0-31 and 32-63, and rest."""
+    lead = _upper(v)
+    left = v - lead
+    mid = _upper(left)
+    wide_s.slice(0, 32, dim=0).store(half(lead))
+    wide_s.slice(32, 32, dim=0).store(half(mid))
+    rest_s.store(half(left - mid))
 
 
 @gluon.jit
-def _mixed(x0, x1, x2, x3, y, c0, c1, c2, c3, p):
-    new = c0[:, None] * x0 + c1[:, None] * x1
-    new = new + c2[:, None] * x2
-    new = new + c3[:, None] * x3
-    return half(new + p[:, None] * y)
+def _write_codes(x, out_ptr, scale_ptr, row, at, tokens, width, R: gl.constexpr):
+    """bf16 x [R, 64] as E4M3 bytes and a scale byte for 32 channels, from row `row` and channel `at` on."""
+    groups = gl.reshape(x.to(gl.float32), [R, 2, 32])
+    G: gl.constexpr = groups.type.layout
+    amax = gl.maximum(gl.max(gl.abs(groups), axis=2), 1e-4)
+    code = ((amax * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    down = ((254 - gl.convert_layout(code, gl.SliceLayout(2, G))[:, :, None]) << 23).to(
+        gl.float32, bitcast=True
+    )
+    byte = (groups * down).to(gl.float8e4nv)  # the conversion saturates
+    token = row + gl.arange(0, R, layout=gl.SliceLayout(1, gl.SliceLayout(2, G)))
+    group = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, G)))
+    channel = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, G)))
+    inside = (token < tokens)[:, None]
+    place = token.to(gl.int64)[:, None] * width + at + group[None, :] * 32
+    gl.store(
+        out_ptr + place[:, :, None] + channel[None, None, :],
+        byte,
+        mask=inside[:, :, None] & (channel >= 0)[None, None, :],
+    )
+    C: gl.constexpr = code.type.layout
+    token = row + gl.arange(0, R, layout=gl.SliceLayout(1, C))
+    group = at // 32 + gl.arange(0, 2, layout=gl.SliceLayout(0, C))
+    gl.store(
+        scale_ptr + token.to(gl.int64)[:, None] * (width // 32) + group[None, :],
+        code.to(gl.uint8),
+        mask=(token < tokens)[:, None] & (group >= 0)[None, :],
+    )
 
 
 @gluon.jit
-def _fn(fn_ptr, width, at):
-    """A operands [64, 64] of fn[mix, at..]: rows 0-31 the leading parts, rows 32-63 the next; then what is
-    left.
-    """
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, LEFT))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, LEFT))
-    mix = gl.minimum(r % 32, 23)  # the last eight are not read
-    v = gl.load(fn_ptr + mix[:, None] * (4 * width) + at + c[None, :])
-    lead = (r < 32)[:, None]
-    u = v - gl.where(lead, 0.0, (v.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True))
-    first = (u.to(gl.int32, bitcast=True) >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    rest = gl.where(lead, 0.0, u - (u.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True))
-    second = (rest.to(gl.int32, bitcast=True) >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return first, second
+def _columns(pointer, first, tokens, T: gl.constexpr, K: gl.constexpr, NW: gl.constexpr):
+    """K fp32 values of each of T tokens, value by value, [K·T]."""
+    at = gl.arange(0, K * T, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    token = first + at % T
+    return gl.load(pointer + token.to(gl.int64) * K + at // T, mask=token < tokens, other=0.0)
 
 
 @gluon.jit
+def _coefficient(c_s, k: gl.constexpr, i, NI: gl.constexpr, SUB: gl.constexpr):
+    return c_s.index(k * NI + i).load(gl.SliceLayout(1, SUB))[:, None]
+
+
+@gluon.jit
+def _new(x0, x1, x2, x3, y, c_s, i, t: gl.constexpr, NI: gl.constexpr, SUB: gl.constexpr):
+    new = _coefficient(c_s, t, i, NI, SUB) * x0 + _coefficient(c_s, 4 + t, i, NI, SUB) * x1
+    new = new + _coefficient(c_s, 8 + t, i, NI, SUB) * x2
+    new = new + _coefficient(c_s, 12 + t, i, NI, SUB) * x3
+    return half(new + _coefficient(c_s, 16 + t, i, NI, SUB) * y)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
 def sublayer_tiles(
     x_desc,
     y_desc,
     out_desc,
+    row_desc,
     post_ptr,
     comb_ptr,
     pre_ptr,
     norm_ptr,
-    row_ptr,
     fn_ptr,
     scale_ptr,
     base_ptr,
+    codes_ptr,
+    code_scale_ptr,
     part_ptr,
     rows_ptr,
     count_ptr,
@@ -139,260 +195,287 @@ def sublayer_tiles(
     mix_eps,
     hc_eps,
     rounds,
+    T: gl.constexpr,
     SPLITS: gl.constexpr,
     SP2: gl.constexpr,
     TS: gl.constexpr,
     STAGES: gl.constexpr,
+    NW: gl.constexpr,
+    CODES: gl.constexpr,
 ):
-    """Grid (SPLITS, ceil(tokens / 64))."""
+    """Grid (SPLITS, ceil(tokens / T))."""
+    SUB: gl.constexpr = sub_layout(NW)
+    R: gl.constexpr = 4 * NW
+    NI: gl.constexpr = T // R
+    HELD: gl.constexpr = held_layout(NI, NW)
+    FL: gl.constexpr = fn_layout(NW)
+    WIDE: gl.constexpr = NW * 16 == T
+    A64: gl.constexpr = acc_layout(64, T, NW)
+    A32: gl.constexpr = acc_layout(32, T, NW)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    SLOTS: gl.constexpr = STAGES * 5
     split = gl.program_id(0)
     tile = gl.program_id(1)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 4, 64, 64], TILE)
-    y_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, T, 64], TILE)
+    sub_s = x_s._reinterpret(gl.bfloat16, [SLOTS * NI, R, 64], TILE)
+    wide_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], TILE)
+    rest_s = gl.allocate_shared_memory(gl.bfloat16, [4, 32, 64], TILE)
+    c_s = gl.allocate_shared_memory(gl.float32, [32 * T], FLAT)
+    line_s = c_s._reinterpret(gl.float32, [32, T], FLAT)
+    row_s = c_s._reinterpret(gl.float32, [32 * NI, R], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    back = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(back.index(i), count=1)
     fence_async_shared()
     barrier()
-    blocks = (width + 63) // 64
-    each = (blocks + SPLITS - 1) // SPLITS
-    first = split * each
-    count = gl.maximum(gl.minimum(each, blocks - first), 0)
+    blocks = width // 64
+    first = split * blocks // SPLITS
+    count = (split + 1) * blocks // SPLITS - first
     grid_wait()
     grid_release()
-    for i in gl.static_range(STAGES):
-        here = i < count
-        mbarrier.expect(bars.index(i), 5 * 8192, pred=here)
-        for s in gl.static_range(4):
+    for i in range(STAGES):
+        some = i < count
+        mbarrier.expect(bars.index(i), 5 * 128 * T, pred=some)
+        for s in range(4):
             tma.async_copy_global_to_shared(
                 x_desc,
-                [tile * 64, s * width + (first + i) * 64],
+                [tile * T, s * width + (first + i) * 64],
                 bars.index(i),
-                x_s.index(i * 4 + s),
-                pred=here,
+                x_s.index(i * 5 + s),
+                pred=some,
             )
         tma.async_copy_global_to_shared(
-            y_desc, [tile * 64, (first + i) * 64], bars.index(i), y_s.index(i), pred=here
+            y_desc, [tile * T, (first + i) * 64], bars.index(i), x_s.index(i * 5 + 4), pred=some
         )
-    token = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, EL))
+    local = gl.arange(0, T, layout=LINE)
+    token = tile * T + local
     mine = token < tokens
-    comb = comb_ptr + token.to(gl.int64) * 16
-    c00 = gl.load(comb, mask=mine, other=0.0)
-    c01 = gl.load(comb + 1, mask=mine, other=0.0)
-    c02 = gl.load(comb + 2, mask=mine, other=0.0)
-    c03 = gl.load(comb + 3, mask=mine, other=0.0)
-    c10 = gl.load(comb + 4, mask=mine, other=0.0)
-    c11 = gl.load(comb + 5, mask=mine, other=0.0)
-    c12 = gl.load(comb + 6, mask=mine, other=0.0)
-    c13 = gl.load(comb + 7, mask=mine, other=0.0)
-    c20 = gl.load(comb + 8, mask=mine, other=0.0)
-    c21 = gl.load(comb + 9, mask=mine, other=0.0)
-    c22 = gl.load(comb + 10, mask=mine, other=0.0)
-    c23 = gl.load(comb + 11, mask=mine, other=0.0)
-    c30 = gl.load(comb + 12, mask=mine, other=0.0)
-    c31 = gl.load(comb + 13, mask=mine, other=0.0)
-    c32 = gl.load(comb + 14, mask=mine, other=0.0)
-    c33 = gl.load(comb + 15, mask=mine, other=0.0)
-    post = post_ptr + token.to(gl.int64) * 4
-    p0 = gl.load(post, mask=mine, other=0.0)
-    p1 = gl.load(post + 1, mask=mine, other=0.0)
-    p2 = gl.load(post + 2, mask=mine, other=0.0)
-    p3 = gl.load(post + 3, mask=mine, other=0.0)
-    pre = pre_ptr + token.to(gl.int64) * 4
-    q0 = gl.load(pre, mask=mine, other=0.0)
-    q1 = gl.load(pre + 1, mask=mine, other=0.0)
-    q2 = gl.load(pre + 2, mask=mine, other=0.0)
-    q3 = gl.load(pre + 3, mask=mine, other=0.0)
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, EL))
-    row_at = row_ptr + token.to(gl.int64)[:, None] * width + first * 64 + column[None, :]
-    z = gl.full([64, 64], 0.0, gl.float32, ACC)
-    squares = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, EL))
-    row_squares = gl.full([64], 0.0, gl.float64, gl.SliceLayout(1, EL))
+    comb = _columns(comb_ptr, tile * T, tokens, T, 16, NW)
+    post = _columns(post_ptr, tile * T, tokens, T, 4, NW)
+    pre = _columns(pre_ptr, tile * T, tokens, T, 4, NW)
+    c_s.slice(0, 16 * T).store(comb)
+    c_s.slice(16 * T, 4 * T).store(post)
+    c_s.slice(20 * T, 4 * T).store(pre)
+    mix = gl.arange(0, 32, layout=gl.SliceLayout(1, FL))
+    fc = gl.arange(0, 64, layout=gl.SliceLayout(0, FL))
+    known = (mix < 24)[:, None] & (fc >= 0)[None, :]
+    fn_at = fn_ptr + mix[:, None] * (4 * width) + first * 64 + fc[None, :]
+    za = gl.full([T, 64 if WIDE else 32], 0.0, gl.float32, A64 if WIDE else A32)
+    zm = gl.full([T, 32], 0.0, gl.float32, A32)
+    zb = gl.full([T, 32], 0.0, gl.float32, A32)
+    inner = gl.arange(0, NI, layout=gl.SliceLayout(1, gl.SliceLayout(2, HELD)))
+    squares = gl.full([NI, R, 8], 0.0, gl.float32, HELD)
+    row_squares = gl.full([NI, R, 8], 0.0, gl.float64, HELD)
     for turn in range(count):
-        slot = turn % STAGES
-        mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
-        x0 = x_s.index(slot * 4).load(EL).to(gl.float32)
-        x1 = x_s.index(slot * 4 + 1).load(EL).to(gl.float32)
-        x2 = x_s.index(slot * 4 + 2).load(EL).to(gl.float32)
-        x3 = x_s.index(slot * 4 + 3).load(EL).to(gl.float32)
-        y = y_s.index(slot).load(EL).to(gl.float32)
-        new = _mixed(x0, x1, x2, x3, y, c00, c10, c20, c30, p0)
-        x_s.index(slot * 4).store(new)
-        wide = new.to(gl.float32)
-        total = q0[:, None] * wide
-        sq = wide * wide
-        new = _mixed(x0, x1, x2, x3, y, c01, c11, c21, c31, p1)
-        x_s.index(slot * 4 + 1).store(new)
-        wide = new.to(gl.float32)
-        total = total + q1[:, None] * wide
-        sq = gl.fma(wide, wide, sq)
-        new = _mixed(x0, x1, x2, x3, y, c02, c12, c22, c32, p2)
-        x_s.index(slot * 4 + 2).store(new)
-        wide = new.to(gl.float32)
-        total = total + q2[:, None] * wide
-        sq = gl.fma(wide, wide, sq)
-        new = _mixed(x0, x1, x2, x3, y, c03, c13, c23, c33, p3)
-        x_s.index(slot * 4 + 3).store(new)
-        wide = new.to(gl.float32)
-        total = total + q3[:, None] * wide
-        sq = gl.fma(wide, wide, sq)
-        row = half(total)
-        gl.store(row_at + turn * 64, row, mask=mine[:, None])
-        squares += gl.sum(sq, axis=1)
-        long = row.to(gl.float64)
-        row_squares += gl.sum(long * long, axis=1)
+        slot = (turn % STAGES) * 5
+        at = fn_at + turn * 64
+        v0 = gl.load(at, mask=known, other=0.0)
+        v1 = gl.load(at + width, mask=known, other=0.0)
+        v2 = gl.load(at + 2 * width, mask=known, other=0.0)
+        v3 = gl.load(at + 3 * width, mask=known, other=0.0)
+        mbarrier.wait(bars.index(turn % STAGES), (turn // STAGES) & 1)
+        for i in range(NI):
+            sub = slot * NI + i
+            x0 = sub_s.index(sub).load(SUB).to(gl.float32)
+            x1 = sub_s.index(sub + NI).load(SUB).to(gl.float32)
+            x2 = sub_s.index(sub + 2 * NI).load(SUB).to(gl.float32)
+            x3 = sub_s.index(sub + 3 * NI).load(SUB).to(gl.float32)
+            y = sub_s.index(sub + 4 * NI).load(SUB).to(gl.float32)
+            n0 = _new(x0, x1, x2, x3, y, row_s, i, 0, NI, SUB)
+            n1 = _new(x0, x1, x2, x3, y, row_s, i, 1, NI, SUB)
+            n2 = _new(x0, x1, x2, x3, y, row_s, i, 2, NI, SUB)
+            n3 = _new(x0, x1, x2, x3, y, row_s, i, 3, NI, SUB)
+            w0 = n0.to(gl.float32)
+            w1 = n1.to(gl.float32)
+            w2 = n2.to(gl.float32)
+            w3 = n3.to(gl.float32)
+            total = _coefficient(row_s, 20, i, NI, SUB) * w0 + _coefficient(row_s, 21, i, NI, SUB) * w1
+            total = total + _coefficient(row_s, 22, i, NI, SUB) * w2
+            total = total + _coefficient(row_s, 23, i, NI, SUB) * w3
+            row = half(total)
+            sub_s.index(sub).store(n0)
+            sub_s.index(sub + NI).store(n1)
+            sub_s.index(sub + 2 * NI).store(n2)
+            sub_s.index(sub + 3 * NI).store(n3)
+            sub_s.index(sub + 4 * NI).store(row)
+            sq = gl.fma(w3, w3, gl.fma(w2, w2, gl.fma(w1, w1, w0 * w0)))
+            long = row.to(gl.float64)
+            now = (inner == i)[:, None, None]
+            add = gl.expand_dims(
+                gl.convert_layout(gl.sum(gl.reshape(sq, [R, 8, 8]), axis=2), gl.SliceLayout(0, HELD)), 0
+            )
+            squares += gl.where(now, add, 0.0)
+            add64 = gl.expand_dims(
+                gl.convert_layout(
+                    gl.sum(gl.reshape(long * long, [R, 8, 8]), axis=2), gl.SliceLayout(0, HELD)
+                ),
+                0,
+            )
+            row_squares += gl.where(now, add64, 0.0)
+        _put(v0, wide_s.index(0), rest_s.index(0))
+        _put(v1, wide_s.index(1), rest_s.index(1))
+        _put(v2, wide_s.index(2), rest_s.index(2))
+        _put(v3, wide_s.index(3), rest_s.index(3))
         fence_async_shared()
         barrier()
-        at = (first + turn) * 64
+        where = (first + turn) * 64
+        for s in range(4):
+            tma.async_copy_shared_to_global(out_desc, [tile * T, s * width + where], x_s.index(slot + s))
+        tma.async_copy_shared_to_global(row_desc, [tile * T, where], x_s.index(slot + 4))
         for s in gl.static_range(4):
-            tma.async_copy_shared_to_global(out_desc, [tile * 64, s * width + at], x_s.index(slot * 4 + s))
-        for s in gl.static_range(4):
-            lead, rest = _fn(fn_ptr, width, s * width + at)
-            z = warpgroup_mma(lead, x_s.index(slot * 4 + s).permute((1, 0)), z)
-            z = warpgroup_mma(rest, x_s.index(slot * 4 + s).permute((1, 0)), z)
-        barrier()
+            if WIDE:
+                za = warpgroup_mma(x_s.index(slot + s), wide_s.index(s).permute((1, 0)), za, is_async=True)
+            else:
+                za = warpgroup_mma(
+                    x_s.index(slot + s),
+                    wide_s.index(s).slice(0, 32, dim=0).permute((1, 0)),
+                    za,
+                    is_async=True,
+                )
+                zm = warpgroup_mma(
+                    x_s.index(slot + s),
+                    wide_s.index(s).slice(32, 32, dim=0).permute((1, 0)),
+                    zm,
+                    is_async=True,
+                )
+            zb = warpgroup_mma(x_s.index(slot + s), rest_s.index(s).permute((1, 0)), zb, is_async=True)
+        if WIDE:
+            za, zb = warpgroup_mma_wait(0, deps=(za, zb))
+        else:
+            za, zm, zb = warpgroup_mma_wait(0, deps=(za, zm, zb))
         tma.store_wait(0)
         barrier()
         more = turn + STAGES < count
-        mbarrier.expect(bars.index(slot), 5 * 8192, pred=more)
-        for s in gl.static_range(4):
+        ahead = where + STAGES * 64
+        bar = bars.index(turn % STAGES)
+        mbarrier.expect(bar, 5 * 128 * T, pred=more)
+        for s in range(4):
             tma.async_copy_global_to_shared(
-                x_desc,
-                [tile * 64, s * width + at + STAGES * 64],
-                bars.index(slot),
-                x_s.index(slot * 4 + s),
-                pred=more,
+                x_desc, [tile * T, s * width + ahead], bar, x_s.index(slot + s), pred=more
             )
+        tma.async_copy_global_to_shared(y_desc, [tile * T, ahead], bar, x_s.index(slot + 4), pred=more)
+    group = tile * SPLITS + split
+    if WIDE:
+        low, high = gl.split(gl.permute(gl.reshape(za, [T, 2, 32]), (0, 2, 1)))
+        both = (gl.convert_layout(zb, high.type.layout) + high) + low
+    else:
+        both = (zb + zm) + za
+    zt = gl.arange(0, T, layout=gl.SliceLayout(1, both.type.layout))
+    zc = gl.arange(0, 32, layout=gl.SliceLayout(0, both.type.layout))
+    part = part_ptr + group * (32 * T)
+    gl.store(part + zc[None, :] + zt[:, None] * 32, both, mask=(zc < 24)[None, :] & (zt >= 0)[:, None])
+    sums = gl.sum(squares, axis=2)
+    sums64 = gl.sum(row_squares, axis=2)
+    hr = (
+        gl.arange(0, NI, layout=gl.SliceLayout(1, sums.type.layout))[:, None] * R
+        + gl.arange(0, R, layout=gl.SliceLayout(0, sums.type.layout))[None, :]
+    )
+    gl.store(part + hr * 32 + 31, sums)
+    gl.store(rows_ptr + group * T + hr, sums64)
+    _stores_done()
+    fence_async_shared()
+    barrier()
+    for i in range(SLOTS):
+        some = i < count
+        mbarrier.expect(back.index(i), 128 * T, pred=some)
         tma.async_copy_global_to_shared(
-            y_desc, [tile * 64, at + STAGES * 64], bars.index(slot), y_s.index(slot), pred=more
+            row_desc, [tile * T, (first + i) * 64], back.index(i), x_s.index(i), pred=some
         )
-    # z [32, 64] of this split, sums of squares
-    both = gl.sum(gl.reshape(z, [2, 32, 64]), axis=0)
-    HALF: gl.constexpr = both.type.layout
-    m = gl.arange(0, 32, layout=gl.SliceLayout(1, HALF))
-    t = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF))
-    group = (tile * SPLITS + split) * 64
-    gl.store(part_ptr + group.to(gl.int64) * 32 + m[:, None] * 64 + t[None, :], both, mask=(m < 24)[:, None])
-    local = gl.arange(0, 64, layout=gl.SliceLayout(1, EL))
-    gl.store(part_ptr + group.to(gl.int64) * 32 + 31 * 64 + local, squares)
-    gl.store(rows_ptr + group + local, row_squares)
     meet(count_ptr + tile, SPLITS)
-    # norm of this split's channels
-    total64 = gl.full([64], 0.0, gl.float64, gl.SliceLayout(1, EL))
+    total64 = gl.full([T], 0.0, gl.float64, LINE)
     for s in range(SPLITS):
-        total64 += gl.load(rows_ptr + (tile * SPLITS + s) * 64 + local, cache_modifier=".cg")
+        total64 += gl.load(rows_ptr + (tile * SPLITS + s) * T + local, cache_modifier=".cg")
     factor = 1.0 / gl.sqrt(total64 / width + eps)
-    high = factor.to(gl.float32)
-    low = (factor - high.to(gl.float64)).to(gl.float32)
-    for turn2 in range(count):
-        row = gl.load(row_at + turn2 * 64, mask=mine[:, None], other=0.0).to(gl.float32)
-        weight = gl.load(norm_ptr + (first + turn2) * 64 + column).to(gl.float32)
-        p = row * weight[None, :]
-        gl.store(
-            row_at + turn2 * 64,
-            half(gl.fma(p, gl.where(mine[:, None], high[:, None], p), p * low[:, None])),
-            mask=mine[:, None],
+    big = factor.to(gl.float32)
+    line_s.index(0).store(gl.where(mine, big, 1.0))
+    line_s.index(1).store((factor - big.to(gl.float64)).to(gl.float32))
+    barrier()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SUB))
+    for turn in range(count):
+        slot = turn % SLOTS
+        weight = gl.load(norm_ptr + (first + turn) * 64 + column).to(gl.float32)[None, :]
+        mbarrier.wait(back.index(slot), (turn // SLOTS) & 1)
+        for i in range(NI):
+            p = sub_s.index(slot * NI + i).load(SUB).to(gl.float32) * weight
+            large = _coefficient(row_s, 0, i, NI, SUB) + gl.full([R, 64], 0.0, gl.float32, SUB)
+            n = half(gl.fma(p, large, p * _coefficient(row_s, 1, i, NI, SUB)))
+            sub_s.index(slot * NI + i).store(n)
+            if CODES:
+                _write_codes(
+                    n, codes_ptr, code_scale_ptr, tile * T + i * R, (first + turn) * 64, tokens, width, R
+                )
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(row_desc, [tile * T, (first + turn) * 64], x_s.index(slot))
+        more = (turn > 0) & (turn + SLOTS - 1 < count)
+        if more:
+            tma.store_wait(1)
+            before = (turn + SLOTS - 1) % SLOTS
+            mbarrier.expect(back.index(before), 128 * T)
+            tma.async_copy_global_to_shared(
+                row_desc, [tile * T, (first + turn + SLOTS - 1) * 64], back.index(before), x_s.index(before)
+            )
+    if split * TS < T:
+        PL: gl.constexpr = parts_layout(SP2, TS, NW)
+        t2 = split * TS + gl.arange(0, TS, layout=gl.SliceLayout(0, gl.SliceLayout(2, PL)))
+        z = part_sums(part_ptr, tile * SPLITS, t2, t2 < T, T, SPLITS, SP2, PL, 8)
+        t3 = split * TS + gl.arange(0, TS, layout=gl.SliceLayout(1, z.type.layout))
+        whose = gl.where(t3 < T, tile * T + t3, tokens)
+        mixes(
+            z,
+            whose,
+            tokens,
+            scale_ptr,
+            base_ptr,
+            new_pre_ptr,
+            new_post_ptr,
+            new_comb_ptr,
+            width,
+            mix_eps,
+            hc_eps,
+            rounds,
+            TS,
+            NW,
         )
-    # mixes of TS tokens
-    PL: gl.constexpr = parts_layout(SP2, TS)
-    s2 = gl.arange(0, SP2, layout=gl.SliceLayout(1, PL))
-    t2 = split * TS + gl.arange(0, TS, layout=gl.SliceLayout(0, PL))
-    if split * TS < 64:
-        at2 = ((tile * SPLITS + s2) * 2048)[:, None] + t2[None, :]
-        ok = (s2 < SPLITS)[:, None] & (t2 < 64)[None, :]
-        rms = 1.0 / gl.sqrt(_sum(part_ptr + 31 * 64, at2, ok) / (4 * width) + mix_eps)
-        scale0 = gl.load(scale_ptr)
-        scale1 = gl.load(scale_ptr + 1)
-        scale2 = gl.load(scale_ptr + 2)
-        goal = tile * 64 + t2
-        keep = (goal < tokens) & (t2 < 64)
-        goal = goal.to(gl.int64)
-        for j in gl.static_range(4):
-            g = _sig(_sum(part_ptr + j * 64, at2, ok) * rms * scale0 + gl.load(base_ptr + j)) + hc_eps
-            gl.store(new_pre_ptr + goal * 4 + j, g, mask=keep)
-        for j in gl.static_range(4):
-            g = 2.0 * _sig(_sum(part_ptr + (4 + j) * 64, at2, ok) * rms * scale1 + gl.load(base_ptr + 4 + j))
-            gl.store(new_post_ptr + goal * 4 + j, g, mask=keep)
-        rms = rms * scale2
-        a0 = _sum(part_ptr + 8 * 64, at2, ok) * rms + gl.load(base_ptr + 8)
-        a1 = _sum(part_ptr + 9 * 64, at2, ok) * rms + gl.load(base_ptr + 9)
-        a2 = _sum(part_ptr + 10 * 64, at2, ok) * rms + gl.load(base_ptr + 10)
-        a3 = _sum(part_ptr + 11 * 64, at2, ok) * rms + gl.load(base_ptr + 11)
-        b0 = _sum(part_ptr + 12 * 64, at2, ok) * rms + gl.load(base_ptr + 12)
-        b1 = _sum(part_ptr + 13 * 64, at2, ok) * rms + gl.load(base_ptr + 13)
-        b2 = _sum(part_ptr + 14 * 64, at2, ok) * rms + gl.load(base_ptr + 14)
-        b3 = _sum(part_ptr + 15 * 64, at2, ok) * rms + gl.load(base_ptr + 15)
-        c0 = _sum(part_ptr + 16 * 64, at2, ok) * rms + gl.load(base_ptr + 16)
-        c1 = _sum(part_ptr + 17 * 64, at2, ok) * rms + gl.load(base_ptr + 17)
-        c2 = _sum(part_ptr + 18 * 64, at2, ok) * rms + gl.load(base_ptr + 18)
-        c3 = _sum(part_ptr + 19 * 64, at2, ok) * rms + gl.load(base_ptr + 19)
-        d0 = _sum(part_ptr + 20 * 64, at2, ok) * rms + gl.load(base_ptr + 20)
-        d1 = _sum(part_ptr + 21 * 64, at2, ok) * rms + gl.load(base_ptr + 21)
-        d2 = _sum(part_ptr + 22 * 64, at2, ok) * rms + gl.load(base_ptr + 22)
-        d3 = _sum(part_ptr + 23 * 64, at2, ok) * rms + gl.load(base_ptr + 23)
-        a0, a1, a2, a3 = _soft(a0, a1, a2, a3, hc_eps)
-        b0, b1, b2, b3 = _soft(b0, b1, b2, b3, hc_eps)
-        c0, c1, c2, c3 = _soft(c0, c1, c2, c3, hc_eps)
-        d0, d1, d2, d3 = _soft(d0, d1, d2, d3, hc_eps)
-        a0, b0, c0, d0 = _even(a0, b0, c0, d0, hc_eps)
-        a1, b1, c1, d1 = _even(a1, b1, c1, d1, hc_eps)
-        a2, b2, c2, d2 = _even(a2, b2, c2, d2, hc_eps)
-        a3, b3, c3, d3 = _even(a3, b3, c3, d3, hc_eps)
-        for _ in range(rounds - 1):
-            a0, a1, a2, a3 = _even(a0, a1, a2, a3, hc_eps)
-            b0, b1, b2, b3 = _even(b0, b1, b2, b3, hc_eps)
-            c0, c1, c2, c3 = _even(c0, c1, c2, c3, hc_eps)
-            d0, d1, d2, d3 = _even(d0, d1, d2, d3, hc_eps)
-            a0, b0, c0, d0 = _even(a0, b0, c0, d0, hc_eps)
-            a1, b1, c1, d1 = _even(a1, b1, c1, d1, hc_eps)
-            a2, b2, c2, d2 = _even(a2, b2, c2, d2, hc_eps)
-            a3, b3, c3, d3 = _even(a3, b3, c3, d3, hc_eps)
-        out = new_comb_ptr + goal * 16
-        gl.store(out, a0, mask=keep)
-        gl.store(out + 1, a1, mask=keep)
-        gl.store(out + 2, a2, mask=keep)
-        gl.store(out + 3, a3, mask=keep)
-        gl.store(out + 4, b0, mask=keep)
-        gl.store(out + 5, b1, mask=keep)
-        gl.store(out + 6, b2, mask=keep)
-        gl.store(out + 7, b3, mask=keep)
-        gl.store(out + 8, c0, mask=keep)
-        gl.store(out + 9, c1, mask=keep)
-        gl.store(out + 10, c2, mask=keep)
-        gl.store(out + 11, c3, mask=keep)
-        gl.store(out + 12, d0, mask=keep)
-        gl.store(out + 13, d1, mask=keep)
-        gl.store(out + 14, d2, mask=keep)
-        gl.store(out + 15, d3, mask=keep)
+    tma.store_wait(0)
     for j in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(j))
+    for j in gl.static_range(SLOTS):
+        mbarrier.invalidate(back.index(j))
 
 
 def sublayer(
     given: tuple[torch.Tensor, ...],
     result: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]],
+    codes: Prepared | None,
     tokens: int,
     eps: float,
     mix_eps: float,
     hc_eps: float,
     rounds: int,
 ) -> None:
-    """Fills result = (X', row, (pre, post, comb)); given = x, y, post, comb, pre, norm weight, X', row, fn,
-    scale, base.
+    """Fills result = (X', row, (pre, post, comb)), and codes with row in that order.
+
+    given = x, y, post, comb, pre, norm weight, fn, scale, base.
     """
-    x, y, post, comb, pre, norm, out, row, fn, scale, base = given
-    width = x.shape[2]
-    tiles = triton.cdiv(tokens, 64)
-    splits = 4
-    while splits < 32 and tiles * splits < 200:
-        splits *= 2
-    part = torch.empty(tiles * splits, 32, 64, dtype=torch.float32, device=x.device)
-    rows = torch.empty(tiles * splits, 64, dtype=torch.float64, device=x.device)
-    streams, goal = (
-        TensorDescriptor.from_tensor(t.view(tokens, 4 * width), [64, 64], TILE.value) for t in (x, out)
+    x, y, post, comb, pre, norm, fn, scale, base = given
+    streams, row, mixed = result
+    width, device = x.shape[2], x.device
+    rows, splits = plan(tokens, width)
+    tiles = triton.cdiv(tokens, rows)
+    part = torch.empty(tiles * splits, rows, 32, dtype=torch.float32, device=device)
+    squares = torch.empty(tiles * splits, rows, dtype=torch.float64, device=device)
+    x_desc, out_desc = (
+        TensorDescriptor.from_tensor(t.view(tokens, 4 * width), [rows, 64], TILE.value) for t in (x, streams)
     )
+    y_desc, row_desc = (TensorDescriptor.from_tensor(t, [rows, 64], TILE.value) for t in (y, row))
     sublayer_tiles[(splits, tiles)](
-        streams, TensorDescriptor.from_tensor(y, [64, 64], TILE.value), goal, post, comb, pre, norm, row, fn,
-        scale, base, part, rows, counters(x.device.index or 0), *result[2], tokens, width, eps, mix_eps,
-        hc_eps, rounds, splits, splits, 64 // splits, 2, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        x_desc, y_desc, out_desc, row_desc, post, comb, pre, norm, fn, scale, base,
+        *((codes.values, codes.scale) if codes else (row, row)), part, squares, counters(device.index or 0),
+        *mixed, tokens, width, eps, mix_eps, hc_eps, rounds, rows, splits, triton.next_power_of_2(splits),
+        triton.next_power_of_2(triton.cdiv(rows, splits)), STAGES, WARPS, codes is not None, num_warps=WARPS,
+        enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

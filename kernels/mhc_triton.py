@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, bf16_round, to_bf16
+from cedar.kernels.prepared import CODES, Prepared, empty_codes
+from cedar.kernels.prepared_ref import prepared
 
-FEW = 64  # tokens up to which a program takes few of them; beyond, on Hopper, `mhc_hopper`
+FEW = 32  # tokens up to which `mhc_few_hopper` is the faster one on Hopper; more where rows are narrow
+NARROW, FEW_NARROW = 256, 256  # channels, tokens
 
 
 @triton.jit
@@ -252,7 +255,6 @@ def _sublayer(
     part_ptr, rows_ptr, count_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr, tokens, width, eps, mix_eps,
     hc_eps, rounds,
     T: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, SP2: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, ceil(tokens / T)): B channels of T tokens a program; the last of a group of SPLITS
     finishes.
@@ -260,9 +262,6 @@ def _sublayer(
     part fp32 [programs, T, 32]: z's sums, the sum of squares in the last column; rows float64 [programs, T]:
     squares of the collapsed rows.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
     tile = tl.program_id(1)
     token = tile * T + tl.arange(0, T)
@@ -389,10 +388,17 @@ def sublayer(
     pre: torch.Tensor,
     norm: tuple[torch.Tensor, float],
     mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`boundary` and the mix of the new streams, in one launch: (X', row, (pre, post, comb)).
+    orders: tuple[int, ...] = (),
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[Prepared, ...],
+]:
+    """`boundary` and the mix of the new streams in one launch: (X', row, (pre, post, comb), row in `orders`).
 
-    mix = (fn fp32, scale, base, eps, hc_eps, rounds); the rest as `boundary`.
+    mix = (fn fp32, scale, base, eps, hc_eps, rounds); the rest as `boundary`. On Hopper the launch writes
+    order CODES too.
     """
     tokens, streams, width = x.shape
     device = x.device
@@ -403,26 +409,33 @@ def sublayer(
     out = torch.empty_like(x)
     new_pre, new_post = (torch.empty(tokens, streams, dtype=torch.float32, device=device) for _ in range(2))
     new_comb = torch.empty(tokens, streams, streams, dtype=torch.float32, device=device)
-    result = (out, row, (new_pre, new_post, new_comb))
-    if tokens == 0:
-        return result
-    on_hopper = x.is_cuda and hopper(device.index or 0)
-    given = (x, y, post, comb, pre.contiguous(), norm[0], out, row, fn.contiguous(), scale, base)
-    if on_hopper and tokens > FEW and width % 64 == 0:
-        from cedar.kernels import mhc_hopper
+    mixed = (new_pre, new_post, new_comb)
+    made: Prepared | None = None
+    given = (x, y, post, comb, pre.contiguous(), norm[0])
+    matrix = (fn.contiguous(), scale, base)
+    on_hopper = x.is_cuda and hopper(device.index or 0) and width % 64 == 0
+    if on_hopper and tokens and width <= 64 * 128:
+        from cedar.kernels import mhc_few_hopper, mhc_hopper
 
-        mhc_hopper.sublayer(given, result, tokens, norm[1], mix_eps, hc_eps, rounds)
-        return result
-    together = 1 if tokens <= 8 else 2
-    size = min(128, triton.next_power_of_2(width))
-    splits = triton.cdiv(width, size)
-    tiles = triton.cdiv(tokens, together)
-    part = torch.empty(tiles * splits * together, 32, dtype=torch.float32, device=device)
-    rows = torch.empty(tiles * splits * together, dtype=torch.float64, device=device)
-    _sublayer[(splits, tiles)](
-        *given, part, rows, _zeros(device), new_pre, new_post, new_comb, tokens, width, norm[1], mix_eps,
-        hc_eps, rounds, together, size, splits, triton.next_power_of_2(splits),
-        min(triton.next_power_of_2(width), 8192 // together), on_hopper,
-        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if on_hopper else {}),
-    )  # fmt: skip
-    return result
+        made = empty_codes(row) if CODES in orders else None
+        few = tokens <= (FEW_NARROW if width <= NARROW else FEW)
+        kernel = mhc_few_hopper if few else mhc_hopper
+        kernel.sublayer((*given, *matrix), (out, row, mixed), made, tokens, norm[1], mix_eps, hc_eps, rounds)
+    elif tokens:
+        together = 1 if tokens <= 8 else 2
+        size = min(128, triton.next_power_of_2(width))
+        splits = triton.cdiv(width, size)
+        tiles = triton.cdiv(tokens, together)
+        part = torch.empty(tiles * splits * together, 32, dtype=torch.float32, device=device)
+        rows = torch.empty(tiles * splits * together, dtype=torch.float64, device=device)
+        _sublayer[(splits, tiles)](
+            *given, out, row, *matrix, part, rows, _zeros(device), *mixed, tokens, width, norm[1], mix_eps,
+            hc_eps, rounds, together, size, splits, triton.next_power_of_2(splits),
+            min(triton.next_power_of_2(width), 8192 // together), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return (
+        out,
+        row,
+        mixed,
+        tuple(made if made is not None and order == CODES else prepared(row, order) for order in orders),
+    )

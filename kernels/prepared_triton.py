@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Quantised activations written in the channel order in which packed weights meet them, from inside a kernel.
 
-The orders are those of `linear_triton.permuted`, here from the producer's side: where a channel goes.
+The orders are those of `linear_triton.permuted`, here from the producer's side: where a channel goes; or the
+codes themselves, in natural order, with their scales (`prepared.CODES`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from cedar.kernels.packed_triton import fp8_round_trip, to_bf16
+from cedar.kernels.packed_triton import fp8_round_trip, fp8_scale, to_bf16, to_e4m3
 
 
 @triton.jit
@@ -34,3 +35,60 @@ def store_prepared(out_ptr, x, channel, inside, ORDER: tl.constexpr, B: tl.const
     """
     seen = tl.reshape(fp8_round_trip(tl.reshape(x, [1, B]), B // 32), [B])
     tl.store(out_ptr + place_of(channel, ORDER), to_bf16(seen), mask=inside)
+
+
+@triton.jit
+def store_codes(out_ptr, scale_ptr, x, channel, inside, B: tl.constexpr):
+    """Quantises fp32 channels x [B] (bf16 values, B a multiple of 32, from channel 0 of a group on), stores
+    E4M3 bytes at out_ptr and E8M0 bytes at scale_ptr (both uint8, the row's start); `channel` int32 [B].
+    """
+    code = fp8_scale(tl.max(tl.reshape(tl.abs(x), [B // 32, 32]), axis=1))
+    down = ((254 - code) << 23).to(tl.float32, bitcast=True)
+    down = tl.reshape(tl.broadcast_to(down[:, None], [B // 32, 32]), [B])
+    byte = to_e4m3(tl.clamp(x * down, -448.0, 448.0)).to(tl.uint8, bitcast=True)
+    tl.store(out_ptr + channel, byte, mask=inside)
+    group = tl.min(tl.reshape(channel, [B // 32, 32]), axis=1) // 32
+    held = tl.max(tl.reshape(inside.to(tl.int32), [B // 32, 32]), axis=1) > 0
+    tl.store(scale_ptr + group, code.to(tl.uint8), mask=held)
+
+
+@triton.jit
+def band_channel(place):
+    """The channel that lies at `place` (int32 tensor) of a row that `store_bands` writes."""
+    c = place % 32
+    return place - c + c % 16 * 2 + c // 16
+
+
+@triton.jit
+def _words(byte, T: tl.constexpr, B: tl.constexpr):
+    """Four bytes each of int32 [T, B] as a word, [T, B / 4]: a store of bytes goes through the layout of
+    bytes, which the compiler gets wrong.
+    """
+    four = tl.reshape(byte, [T, B // 4, 4])
+    return tl.sum(four << (tl.arange(0, 4) * 8)[None, None, :], axis=2)
+
+
+@triton.jit
+def store_bands(out_ptr, scale_ptr, x, token, place, mine, width):
+    """Quantises fp32 x [T, B] (bf16 values), the channels at `place` int32 [B] of tokens int64 [T], as
+    `bands_hopper` reads it: E4M3 bytes [tokens, 2, width], even channels of a group of 32 first, the coarse
+    ones (16 and more) in the first half and the others in the second, zeros where they are not; scales times
+    2^6, fp32 [tokens, width / 32]. B is a multiple of 32, from a group's first place on; mine [T, B], whole
+    groups. out_ptr is a pointer to int32.
+    """
+    T: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    code = fp8_scale(tl.max(tl.reshape(tl.abs(x), [T, B // 32, 32]), axis=2))
+    down = ((254 - code) << 23).to(tl.float32, bitcast=True)
+    down = tl.reshape(tl.broadcast_to(down[:, :, None], [T, B // 32, 32]), [T, B])
+    byte = to_e4m3(tl.clamp(x * down, -448.0, 448.0)).to(tl.uint8, bitcast=True).to(tl.int32)
+    coarse = (byte & 0x7F) >= 0x58
+    word = tl.min(tl.reshape(place, [B // 4, 4]), axis=1) // 4
+    whole = tl.max(tl.reshape(mine.to(tl.int32), [T, B // 4, 4]), axis=2) > 0
+    out = out_ptr + token[:, None] * (width // 2) + word[None, :]
+    tl.store(out, _words(tl.where(coarse, byte, 0), T, B), mask=whole)
+    tl.store(out + width // 4, _words(tl.where(coarse, 0, byte), T, B), mask=whole)
+    group = tl.min(tl.reshape(place, [B // 32, 32]), axis=1) // 32
+    held = tl.max(tl.reshape(mine.to(tl.int32), [T, B // 32, 32]), axis=2) > 0
+    power = (code << 23).to(tl.float32, bitcast=True) * 64.0
+    tl.store(scale_ptr + token[:, None] * (width // 32) + group[None, :], power, mask=held)

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The router on a GPU, one launch: programs share out experts and channels; the last one of a tile of
-tokens to finish adds the parts in order, scores, selects and normalises (spec §3). Many tokens take two
-launches: a library product, then the selection.
+"""The router on a GPU, one launch: programs share out experts and channels, meet, and each selects for some
+of the tokens (spec §3). Many tokens take two launches: a library product, then the selection.
 
-It has the activations in hand that the experts read next, so it writes them quantised in the orders of
-their weights, and the last program of all sorts the choices into tiles of one expert each.
+It has the activations in hand that the experts read next, so it writes them quantised, in two
+bands, and the last program of all sorts the choices into tiles of one expert each.
 """
 
 from __future__ import annotations
@@ -16,107 +15,214 @@ import torch
 import triton
 import triton.language as tl
 from cedar.kernels.experts_triton import _align
-from cedar.kernels.linear_triton import linear_bf16
-from cedar.kernels.packed_triton import INTERPRETED, fp8_round_trip, to_bf16
-from cedar.kernels.prepared_triton import place_of
+from cedar.kernels.linear_triton import hopper, linear_bf16
+from cedar.kernels.packed_triton import INTERPRETED
+from cedar.kernels.prepared_triton import band_channel, store_bands
 
 COUNTERS = 65_536
-MANY = 1024  # tokens beyond which a library product and a launch for the selection are faster
+MANY = 256  # tokens beyond which a library product and a launch for the selection are faster
+MEETING = tl.constexpr(256)  # what a launch adds to a tile's counter
+COMPARED = tl.constexpr(512)  # choices up to which each is compared with all, to be sorted
 
 
 @triton.jit
 def _select(
-    part_ptr, bias_ptr, ids_ptr, weights_ptr, token, tokens, experts, bias_stride, k, scale,
-    E: tl.constexpr, PARTS: tl.constexpr,
+    x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, token, there, experts, bias_stride, k, scale,
+    E: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """The k best of each token int64 [R], ids ascending, of logits that are PARTS sums [PARTS, tokens,
-    experts].
+    """The k best of each token int64 [R], ids ascending, of logits x [R, E]. OWN: a tile a choice, in
+    order.
     """
     expert = tl.arange(0, E)
-    mine = (token < tokens)[:, None]
-    inside = mine & (expert < experts)[None, :]
-    cell = token[:, None] * experts + expert[None, :]
-    x = tl.load(part_ptr + cell, mask=inside, other=0.0, cache_modifier=".cg")
-    for i in tl.static_range(1, PARTS):  # unrolled, so that the loads wait together
-        x += tl.load(part_ptr + i * tokens * experts + cell, mask=inside, other=0.0, cache_modifier=".cg")
+    inside = there[:, None] & (expert < experts)[None, :]
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     softplus = tl.where(x < -10.0, tl.exp(x), softplus)  # log(1 + e^x) loses e^x there
     s = tl.sqrt(softplus)
     bias = tl.load(bias_ptr + token[:, None] * bias_stride + expert[None, :], mask=inside, other=0.0)
     word = (s + bias + 0.0).to(tl.int32, bitcast=True)
-    order = (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    order = (order << 32) | (0x7FFFFFFF - expert).to(tl.int64)[None, :]
-    none = tl.full(order.shape, -0x7FFFFFFFFFFFFFFF, tl.int64)
-    order = tl.where(inside, order, none)
-    taken = tl.zeros(order.shape, tl.int32)
+    none = tl.full([R, E], -0x80000000, tl.int32)
+    order = tl.where(inside, word ^ ((word >> 31) & 0x7FFFFFFF), none)
+    number = tl.broadcast_to(expert[None, :], [R, E])
+    taken = tl.zeros([R, E], tl.int32)
+    place = tl.zeros([R, E], tl.int32)
     for _ in range(k):
         best = tl.max(order, axis=1)[:, None]
-        chosen = (order == best) & inside
-        taken = tl.where(chosen, 1, taken)
-        order = tl.where(chosen, none, order)
+        first = tl.min(tl.where((order == best) & inside, number, E), axis=1)[:, None]
+        taken = tl.where(number == first, 1, taken)
+        order = tl.where(number == first, none, order)
+        place += (number > first).to(tl.int32)  # how many of the chosen have lower numbers
     total = tl.sum(tl.where(taken > 0, s, 0.0), axis=1) + 1e-20
-    place = token[:, None] * k + tl.cumsum(taken, axis=1) - 1
-    tl.store(ids_ptr + place, tl.broadcast_to(expert[None, :], taken.shape), mask=taken > 0)
-    tl.store(weights_ptr + place, s / total[:, None] * scale, mask=taken > 0)
+    chosen = (taken > 0) & inside
+    at = token[:, None] * k + place
+    tl.store(ids_ptr + at, number, mask=chosen)
+    tl.store(weights_ptr + at, s / total[:, None] * scale, mask=chosen)
+    if OWN:
+        tl.store(owners_ptr + at, number, mask=chosen)
+
+
+@triton.jit
+def _quantised(x_ptr, bands_ptr, powers_ptr, token, tokens, base, width, BK: tl.constexpr):
+    """BK channels from `base` on of some rows, in two bands: gathered, so that stores are whole."""
+    place = base + tl.arange(0, BK)
+    mine = (token < tokens)[:, None] & (place < width)[None, :]
+    row = token.to(tl.int64)
+    x = tl.load(x_ptr + row[:, None] * width + band_channel(place)[None, :], mask=mine, other=0.0)
+    store_bands(bands_ptr, powers_ptr, x.to(tl.float32), row, place, mine, width)
+
+
+@triton.jit
+def _sort(
+    ids_ptr, slots_ptr, owners_ptr, cursor_ptr, count, tiles,
+    E: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """One program: `count` slots by expert in tiles of TILE, each choice compared with those before it."""
+    pair = tl.arange(0, P)
+    mine = tl.load(ids_ptr + pair, mask=pair < count, other=0, cache_modifier=".cg").to(tl.int32)
+    needed = (tl.histogram(mine, E, mask=pair < count) + TILE - 1) // TILE
+    tl.store(cursor_ptr + tl.arange(0, E), tl.cumsum(needed, axis=0) - needed)
+    for begin in range(0, tiles * TILE, B):
+        fill = begin + tl.arange(0, B)
+        tl.store(slots_ptr + fill, -1, mask=fill < tiles * TILE)
+        tl.store(owners_ptr + fill, -1, mask=fill < tiles)
+    rank = tl.zeros([P], tl.int32)
+    for begin in range(0, count, 16):
+        other = begin + tl.arange(0, 16)
+        theirs = tl.load(ids_ptr + other, mask=other < count, other=-1).to(
+            tl.int32
+        )  # cached: every turn waits
+        before = (theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])
+        rank += tl.sum(before.to(tl.int32), axis=1)
+    tl.debug_barrier()
+    tile = tl.load(cursor_ptr + mine, mask=pair < count, other=0) + rank // TILE
+    tl.store(owners_ptr + tile, mine, mask=(pair < count) & (rank % TILE == 0))
+    tl.store(slots_ptr + tile * TILE + rank % TILE, pair, mask=pair < count)
+
+
+@triton.jit
+def _add_parts(
+    part_ptr, tokens, experts, own, some, there,
+    SPLITS: tl.constexpr, SP2: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Logits [R, E] of tokens `some` (the first is `own`), added up in order."""
+    expert = tl.arange(0, E)
+    if R == 1:  # all parts of a token wait together
+        split = tl.arange(0, SP2)
+        at = (split[:, None] * tokens + own) * experts + expert[None, :]
+        inside = (split < SPLITS)[:, None] & (expert < experts)[None, :]
+        x = tl.sum(tl.load(part_ptr + at, mask=inside, other=0.0, cache_modifier=".cg"), axis=0)[None, :]
+    else:
+        at = some[:, None] * experts + expert[None, :]
+        inside = there[:, None] & (expert < experts)[None, :]
+        x = tl.load(part_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+        for _ in tl.static_range(1, SPLITS):
+            at += tokens * experts
+            x += tl.load(part_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+    return x
 
 
 @triton.jit(do_not_specialize=["tokens", "bias_stride", "tiles", "k"])
 def _route(
-    x_ptr, gate_ptr, bias_ptr, part_ptr, count_ptr, ids_ptr, weights_ptr, x4_ptr, x8_ptr, slots_ptr,
-    owners_ptr,
-    cursor_ptr, tokens, width, experts, bias_stride, k, scale, tiles, done,
-    T: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr, R:
-    tl.constexpr,
-    TILE: tl.constexpr, P: tl.constexpr,
+    x_ptr, gate_ptr, bias_ptr, part_ptr, meet_ptr, count_ptr, ids_ptr, weights_ptr, bands_ptr, powers_ptr,
+    slots_ptr, owners_ptr, cursor_ptr, tokens, width, experts, bias_stride, k, scale, tiles, done,
+    T: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
+    SP2: tl.constexpr, E: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, TILE: tl.constexpr,
+    P: tl.constexpr, ALONE: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(tokens / T), ceil(experts / BE), SPLITS). TILE, 0 for none: slots of a tile of one
-    expert.
+    """Grid (LANES·SPLITS, ceil(tokens / T)): BE experts and a share of the channels of T tokens; then R of
+    the tokens, selected, and RQ quantised. TILE, 0 for none: slots of a tile of one expert. ALONE: one
+    program selects for all. OWN: for one token.
     """
-    token = tl.program_id(0) * T + tl.arange(0, T)
-    expert = tl.program_id(1) * BE + tl.arange(0, BE)
+    PROGRAMS: tl.constexpr = LANES * SPLITS
+    program = tl.program_id(0)
+    group = tl.program_id(1)
+    lane = program % LANES
+    token = group * T + tl.arange(0, T)
+    expert = lane * BE + tl.arange(0, BE)
     mine = (token < tokens)[:, None]
     known = (expert < experts)[:, None]
     each = tl.cdiv(tl.cdiv(width, BK), SPLITS)
+    start = program // LANES * each * BK
+    at = start + tl.arange(0, BK)
+    gates = gate_ptr + expert[:, None] * width
+    gate = tl.load(gates + at[None, :], mask=known & (at < width)[None, :], other=0.0)
+    if PDL:  # weights never change; all else waits for the launch before
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([T, BE], tl.float32)
     for i in range(each):
-        at = (tl.program_id(2) * each + i) * BK + tl.arange(0, BK)
-        inside = (at < width)[None, :]
-        x = tl.load(x_ptr + token[:, None].to(tl.int64) * width + at[None, :], mask=mine & inside, other=0.0)
-        if TILE > 0:  # noqa: SIM102  (the one is known when this is compiled, the other is not)
-            if tl.program_id(1) == 0:
-                seen = to_bf16(fp8_round_trip(x.to(tl.float32), BK // 32))
-                row = token[:, None].to(tl.int64) * width
-                tl.store(x4_ptr + row + place_of(at, 2)[None, :], seen, mask=mine & inside)
-                tl.store(x8_ptr + row + place_of(at, 1)[None, :], seen, mask=mine & inside)
-        gate = tl.load(gate_ptr + expert[:, None] * width + at[None, :], mask=known & inside, other=0.0)
+        inside = mine & (at < width)[None, :]
+        x = tl.load(x_ptr + token[:, None].to(tl.int64) * width + at[None, :], mask=inside, other=0.0)
         if INTERPRETED:
             acc += tl.dot(x.to(tl.float32), tl.trans(gate.to(tl.float32)), input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(gate), acc)
-    cell = token[:, None].to(tl.int64) * experts + expert[None, :]
-    part = part_ptr + tl.program_id(2).to(tl.int64) * tokens * experts
-    tl.store(part + cell, acc, mask=mine & (expert < experts)[None, :])
-    tl.debug_barrier()
-    programs = tl.num_programs(1) * SPLITS
-    if tl.atomic_add(count_ptr + tl.program_id(0), 1, sem="acq_rel") == programs - 1:
-        for start in range(0, T, R):
-            some = tl.program_id(0).to(tl.int64) * T + start + tl.arange(0, R)
-            if tl.min(some, axis=0) < tokens:
-                _select(part_ptr, bias_ptr, ids_ptr, weights_ptr, some, tokens, experts, bias_stride, k,
-                scale,
-                        E, SPLITS)  # fmt: skip
-        tl.atomic_xchg(count_ptr + tl.program_id(0), 0)
-        if TILE > 0:
+        at += BK
+        gate = tl.load(gates + at[None, :], mask=known & ((at < width) & (i + 1 < each))[None, :], other=0.0)
+    here = 0
+    if PROGRAMS > 1:
+        part = part_ptr + (program // LANES).to(tl.int64) * tokens * experts
+        cell = token[:, None].to(tl.int64) * experts + expert[None, :]
+        tl.store(part + cell, acc, mask=mine & (expert < experts)[None, :])
+        tl.debug_barrier()
+        here = tl.atomic_add(meet_ptr + group, 1, sem="acq_rel")
+        if here % MEETING == PROGRAMS - 1:
+            tl.atomic_add(meet_ptr + group, MEETING - PROGRAMS, sem="acq_rel")
+    if TILE > 0:  # noqa: SIM102  (the one is known when this is compiled, the other is not)
+        if lane * RQ < T:  # while the others come
+            row = group * T + lane * RQ + tl.arange(0, RQ)
+            for i in range(each):
+                _quantised(x_ptr, bands_ptr, powers_ptr, row, tokens, start + i * BK, width, BK)
+    selected = 0
+    if PROGRAMS == 1:
+        _select(acc, bias_ptr, ids_ptr, weights_ptr, owners_ptr, token.to(tl.int64), token < tokens, experts,
+                bias_stride, k, scale, E, T, OWN)  # fmt: skip
+        selected = 1
+    else:
+        begin = program * R
+        end = begin + R
+        if INTERPRETED:  # programs run one after another there: the last selects for all
+            begin = tl.where(here % MEETING == PROGRAMS - 1, 0, T)
+            end = T
+        for own in range(begin, end, R):
+            if (own < T) & (group * T + own < tokens):
+                if not INTERPRETED:
+                    seen = here
+                    while seen - (here & -MEETING) < MEETING:
+                        seen = tl.atomic_add(meet_ptr + group, 0, sem="acquire")
+                    tl.debug_barrier()
+                some = group.to(tl.int64) * T + own + tl.arange(0, R)
+                there = (some < tokens) & (own + tl.arange(0, R) < T)
+                x = _add_parts(part_ptr, tokens, experts, group * T + own, some, there, SPLITS, SP2, E, R)
+                _select(x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, some, there, experts, bias_stride, k,
+                        scale, E, R, OWN)  # fmt: skip
+                selected += 1
+    if OWN:
+        if selected > 0:
+            fill = tl.arange(0, 1024)
+            slot = tl.where(fill % TILE == 0, fill // TILE, -1)
+            tl.store(slots_ptr + fill, slot, mask=fill < (tiles + 1) * TILE)
+            tl.store(owners_ptr + fill, experts + 0 * fill, mask=fill == tiles)
+    elif TILE > 0:  # noqa: SIM102
+        if selected > 0:
             tl.debug_barrier()
-            if tl.atomic_add(count_ptr + done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                _align(ids_ptr, slots_ptr, owners_ptr, cursor_ptr, tokens * k, tiles, E, P, TILE, 1024)
+            before = 0
+            whole = selected
+            if not ALONE:
+                before = tl.atomic_add(count_ptr + done, selected, sem="acq_rel")
+                whole = tokens // T * tl.cdiv(T, R) + tl.cdiv(tokens % T, R)
+            if before + selected == whole:
+                if P <= COMPARED:
+                    _sort(ids_ptr, slots_ptr, owners_ptr, cursor_ptr, tokens * k, tiles, E, P, TILE, 1024)
+                else:
+                    _align(ids_ptr, slots_ptr, owners_ptr, cursor_ptr, tokens * k, tiles, E, P, TILE, 1024)
                 shared = tl.cdiv(tokens, TILE)
-                for begin in range(0, shared * TILE, 1024):
-                    fill = begin + tl.arange(0, 1024)
+                for first in range(0, shared * TILE, 1024):
+                    fill = first + tl.arange(0, 1024)
                     slot = tl.where(fill < tokens, tokens * k + fill, -1)
                     tl.store(slots_ptr + tiles * TILE + fill, slot, mask=fill < shared * TILE)
                     tl.store(owners_ptr + tiles + fill, experts + 0 * fill, mask=fill < shared)
-                tl.atomic_xchg(count_ptr + done, 0)
+                if not ALONE:
+                    tl.atomic_xchg(count_ptr + done, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "bias_stride", "k"])
@@ -126,7 +232,11 @@ def _choose(
 ):  # fmt: skip
     """Grid (ceil(tokens / R)): the selection alone, of logits fp32 [tokens, experts]."""
     token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    _select(logits_ptr, bias_ptr, ids_ptr, weights_ptr, token, tokens, experts, bias_stride, k, scale, E, 1)
+    expert = tl.arange(0, E)
+    inside = (token < tokens)[:, None] & (expert < experts)[None, :]
+    x = tl.load(logits_ptr + token[:, None] * experts + expert[None, :], mask=inside, other=0.0)
+    _select(x, bias_ptr, ids_ptr, weights_ptr, ids_ptr, token, token < tokens, experts, bias_stride, k, scale,
+            E, R, False)  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -138,13 +248,19 @@ class Tiles(NamedTuple):
     slots: torch.Tensor  # int32 [tiles·rows], -1: none
     owners: torch.Tensor  # int32 [tiles]
     rows: int
-    for_fp4: torch.Tensor  # bf16 [N, d], quantised, in the order in which MXFP4 weights meet it
-    for_fp8: torch.Tensor  # the same for FP8 weights
+    bands: torch.Tensor  # uint8 [N, 2, d]: the activations as `prepared_triton.store_bands` writes them
+    scales: torch.Tensor  # fp32 [N, d / 32], theirs
 
 
 @cache
 def counters(device: torch.device) -> torch.Tensor:
     """Counters that every call leaves at zero; calls of one device run one after another."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@cache
+def _meetings(device: torch.device) -> torch.Tensor:
+    """Counters to each of which a launch adds MEETING in all."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -168,9 +284,15 @@ def choose(
     ids = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens:
-        _choose[(triton.cdiv(tokens, 4),)](
+        chooses, least = _choose, 1
+        if logits.is_cuda and hopper(logits.device.index or 0):
+            from cedar.kernels.router_rows_hopper import LEAST, choose_rows
+
+            chooses, least = choose_rows, LEAST
+        chooses[(triton.cdiv(tokens, 4),)](
             logits.contiguous(), bias.contiguous(), ids, weights, tokens, experts,
-            experts if bias.dim() == 2 else 0, k, scale, triton.next_power_of_2(experts), 4, num_warps=4,
+            experts if bias.dim() == 2 else 0, k, scale, max(least, triton.next_power_of_2(experts)), 4,
+            num_warps=4,
         )  # fmt: skip
     return ids, weights
 
@@ -197,26 +319,39 @@ def _launch(
         routed = min(count, count // tile_rows + min(experts, count))
         whole = routed + triton.cdiv(tokens, tile_rows)
         slots = torch.empty(whole * tile_rows, dtype=torch.int32, device=x.device)
-        tiles = Tiles(slots, slots.new_empty(whole), tile_rows, torch.empty_like(x), torch.empty_like(x))
+        bands = torch.empty(tokens, 2, width, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(tokens, width // 32, dtype=torch.float32, device=x.device)
+        tiles = Tiles(slots, slots.new_empty(whole), tile_rows, bands, scales)
     outputs = (
-        (*tiles[3:], tiles.slots, tiles.owners, tiles.slots.new_empty(size))
+        (
+            tiles.bands.view(torch.int32),
+            tiles.scales,
+            tiles.slots,
+            tiles.owners,
+            tiles.slots.new_empty(max(16, size)),
+        )
         if tiles
         else (x, x, ids, ids, ids)
     )
     if tokens:
-        together = 16 if tokens <= 256 else 64
-        programs = triton.cdiv(tokens, together)
+        on_hopper = x.is_cuda and hopper(x.device.index or 0)
+        together = 16 if tokens <= 16 else 64
+        groups = triton.cdiv(tokens, together)
         block = min(64, max(16, size))
         lanes = triton.cdiv(experts, block)
         deep = 128
-        splits = max(1, min(10, triton.cdiv(width, deep) // 2, 132 // (programs * lanes)))
+        splits = max(1, min(20, triton.cdiv(width, 2 * deep), 132 // (groups * lanes)))
+        programs = lanes * splits
+        selects = together if programs == 1 else triton.next_power_of_2(triton.cdiv(together, programs))
         part = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
-        _route[(programs, lanes, splits)](
-            x.contiguous(), gate.contiguous(), bias.contiguous(), part, counters(x.device), ids, weights,
-            *outputs,
-            tokens, width, experts, experts if bias.dim() == 2 else 0, k, scale, routed, COUNTERS - 1,
-            together, block, deep, splits, size, 4 if tokens <= 4 else 16, tile_rows, max(16,
-            triton.next_power_of_2(count)),
-            num_warps=4 if tokens <= 4 else 8,
+        _route[(programs, groups)](
+            x.contiguous(), gate.contiguous(), bias.contiguous(), part, _meetings(x.device),
+            counters(x.device), ids, weights, *outputs, tokens, width, experts,
+            experts if bias.dim() == 2 else 0, k, scale, routed, COUNTERS - 1, together, block, deep,
+            lanes, splits, triton.next_power_of_2(splits),
+            block if programs == 1 else size, selects, triton.next_power_of_2(triton.cdiv(together, lanes)),
+            tile_rows, max(16, triton.next_power_of_2(count)), groups == 1 and tokens <= selects,
+            tile_rows > 0 and tokens == 1 and (k + 1) * tile_rows <= 1024, on_hopper,
+            num_warps=4 if together == 16 else 8, **({"launch_pdl": True} if on_hopper else {}),
         )  # fmt: skip
     return ids, weights, tiles

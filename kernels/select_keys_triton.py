@@ -7,6 +7,7 @@ all threads (`barrier.red.popc`), instead of a reduction across warps.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -24,6 +25,27 @@ def _tally_asm(each: int) -> str:
 
 _TALLY_1, _TALLY_2, _TALLY_4, _TALLY_8 = (tl.constexpr(_tally_asm(n)) for n in (1, 2, 4, 8))
 _ARGS_1, _ARGS_2, _ARGS_4, _ARGS_8 = (tl.constexpr(",".join(["=r"] * n + ["r"] * n)) for n in (1, 2, 4, 8))
+
+
+@triton.jit
+def one_each(key, scratch_ptr, ALIGNED: tl.constexpr):
+    """key uint32 [1024], a thread one each, as `tally` needs it.
+
+    Rows that are not ALIGNED to 16 bytes are loaded in a layout in which a thread's key is held by others
+    too: from there it goes through scratch int32 [1024].
+    """
+    if not ALIGNED and not INTERPRETED:
+        lane = tl.arange(0, LANES)
+        tl.store(scratch_ptr + lane, key.to(tl.int32, bitcast=True))
+        tl.debug_barrier()
+        key = tl.load(scratch_ptr + lane).to(tl.uint32, bitcast=True)
+        tl.debug_barrier()
+    return key
+
+
+def aligned(scores: torch.Tensor) -> bool:
+    """Whether every row of scores [N, M] begins on 16 bytes, in a way that the compiler knows of."""
+    return scores.stride(0) % 16 == 0 and scores.data_ptr() % 16 == 0
 
 
 @triton.jit

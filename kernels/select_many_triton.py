@@ -13,7 +13,16 @@ import math
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.select_keys_triton import LANES, kth, load_keys, newest_block, search, tally
+from cedar.kernels.select_keys_triton import (
+    LANES,
+    aligned,
+    kth,
+    load_keys,
+    newest_block,
+    one_each,
+    search,
+    tally,
+)
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 _GROUP_KEYS = 16
@@ -31,8 +40,8 @@ def _score(key):
 
 @triton.jit
 def guess_bound(
-    scores_ptr, visible_ptr, guess_ptr, found_ptr, count, stride, rank, divisor,
-    EACH: tl.constexpr, MODE: tl.constexpr,
+    scores_ptr, visible_ptr, guess_ptr, found_ptr, place_ptr, count, stride, rank, divisor,
+    FEW: tl.constexpr, EACH: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): a score near the rank-th greatest of 1024·EACH sampled, not above it; found is cleared.
 
@@ -49,6 +58,7 @@ def guess_bound(
         best = tl.maximum(
             best, tl.max(load_keys(scores_ptr + row * stride, newest, place, count, MODE), axis=1)
         )
+    best = one_each(best, place_ptr + row * FEW, ALIGNED)
     tl.store(guess_ptr + row, _score(tl.max(kth(best, rank, 16), axis=0)))
     tl.store(found_ptr + row, 0)
 
@@ -168,8 +178,9 @@ def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor, mode:
     found = torch.empty(rows, dtype=torch.int32, device=scores.device)
     places = torch.empty(rows, few, dtype=torch.int32, device=scores.device)
     guess_bound[(rows,)](
-        scores, visible, guess, found, count, stride, rank, divisor, _EACH, mode, num_warps=32
-    )
+        scores, visible, guess, found, places, count, stride, rank, divisor, few, _EACH, mode,
+        aligned(scores), num_warps=32,
+    )  # fmt: skip
     block = 256
     programs = triton.cdiv(count, block * _GROUP_KEYS)
     groups = torch.empty(rows * programs * block, dtype=torch.int32, device=scores.device)

@@ -15,7 +15,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.select_keys_triton import LANES, decide, kth, load_keys, newest_block, search
+from cedar.kernels.select_keys_triton import (
+    LANES,
+    aligned,
+    decide,
+    kth,
+    load_keys,
+    newest_block,
+    one_each,
+    search,
+)
 
 MOST = 2048  # the greatest k that has a path of its own
 SHORT = 16_384
@@ -78,7 +87,7 @@ def _decide_found(key_ptr, place_ptr, found, out_ptr, k, FEW: tl.constexpr):
 @triton.jit
 def top_short(
     scores_ptr, visible_ptr, key_ptr, place_ptr, out_ptr, count, stride, k, divisor,
-    CHUNKS: tl.constexpr, FEW: tl.constexpr, MODE: tl.constexpr,
+    CHUNKS: tl.constexpr, FEW: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): rows of up to CHUNKS·4096 keys, k at most 512; a thread's keys are a group."""
     row = tl.program_id(0).to(tl.int64)
@@ -88,7 +97,8 @@ def top_short(
     key_ptr += row * FEW
     place_ptr += row * FEW
     keys = _slice(row_ptr, newest, 0, count, CHUNKS, MODE)
-    least = tl.maximum(kth(_greatest(keys, CHUNKS), k, _BOUND_BITS), 1)
+    best = one_each(_greatest(keys, CHUNKS), key_ptr, ALIGNED)
+    least = tl.maximum(kth(best, k, _BOUND_BITS), 1)
     found = _compact(keys, 0, least[:, None], key_ptr, place_ptr, CHUNKS, FEW)
     if found <= LANES:  # nearly always
         tl.debug_barrier()
@@ -228,7 +238,9 @@ def select(
     elif k <= 512 and count <= SHORT and not chunks:
         work = space(2, rows, few)
         size = triton.next_power_of_2(triton.cdiv(count, _CHUNK))
-        top_short[(rows,)](scores, visible, work[0], work[1], out, *row, size, few, mode, num_warps=32)
+        top_short[(rows,)](
+            scores, visible, work[0], work[1], out, *row, size, few, mode, aligned(scores), num_warps=32
+        )
     else:
         chunks = chunks or (1 if rows * count <= 132 * _CHUNK else 2 if rows * count <= 264 * _CHUNK else 4)
         slices, limit = triton.cdiv(count, chunks * _CHUNK), few // 2

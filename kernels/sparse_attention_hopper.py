@@ -1,18 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Sparse attention for Hopper's matrix units, 64 heads of 512: three trades of warps around shared tiles.
 
-One program holds one query's 64 heads (or a split of its keys). Eight warps expand packed keys, 64 a tile, to
-fp16 in one of two shared tiles (`_produce`). Four multiply them with q, take the softmax, and hold half of
-the
-output's channels (`_score`); four hold the other half (`_follow`). They meet at mbarriers, so that bits move
-while the matrix units work. The product of q and a tile keeps shared memory busy by itself: what the
-expansion
-needs meanwhile is in registers already.
+One program holds one query's 64 heads, or a split of its keys; those who share a query meet at the end.
+Eight warps expand packed keys, 64 a tile, to fp16 in one of two shared tiles (`_produce`). Four multiply them
+with q, take the softmax, and hold half of the output's channels (`_score`); four hold the other half
+(`_follow`). They meet at mbarriers, so that bits move while the matrix units work. The product of q and a
+tile keeps shared memory busy by itself: what the expansion needs meanwhile is in registers already.
 fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7, and p to 11 bits.
 """
 
 from __future__ import annotations
 
+from cedar.kernels.grid_hopper import COUNTER_STEP, goal_of, grid_release, grid_wait
+from cedar.kernels.sparse_attention_join_hopper import bf16_words, join_share
+from cedar.kernels.sparse_attention_operands_hopper import FP4_WORDS, FP8_WORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,45 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Registers a thread of those who follow and produce; those who score have what is left of a multiprocessor's.
 FOLLOW_REGISTERS, PRODUCE_REGISTERS = 168, 72
-
-# Eight packed channels and their scale (two fp16, value·2^7) to words of (0, 1), (2, 3), (4, 5), (6, 7),
-# times 2^-7.
-_FP4_ASM = gl.constexpr(
-    """
-{
-.reg .b32 y, t, a;
-shl.b32 y, $4, 4;
-"""
-    + "".join(
-        f"""
-prmt.b32 t, $4, y, {(j << 12) | ((4 + j) << 4):#06x};
-shr.b32 a, t, 3;
-and.b32 a, a, 0x0E000E00;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-mul.rn.f16x2 ${j}, a, $5;
-"""
-        for j in range(4)
-    )
-    + "}\n"
-)
-
-# Four E4M3 channels and their scale (two fp16, value·2) to words of (0, 1) and (2, 3), times 2^-7 (the bits
-# alone: 2^-8).
-_FP8_ASM = gl.constexpr("""
-{
-.reg .b32 t, a;
-prmt.b32 t, $2, 0, 0x1404;
-shr.b32 a, t, 1;
-and.b32 a, a, 0x3F803F80;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-mul.rn.f16x2 $0, a, $3;
-prmt.b32 t, $2, 0, 0x3424;
-shr.b32 a, t, 1;
-and.b32 a, a, 0x3F803F80;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-mul.rn.f16x2 $1, a, $3;
-}
-""")
 
 
 def _linear(registers, lanes, warps, shape):
@@ -107,6 +69,19 @@ _OUT = _linear(
 
 
 @gluon.jit
+def _here(SPLITS: gl.constexpr):
+    """The token and split of this program."""
+    if SPLITS == 1:
+        token = gl.program_id(0)
+        split = 0
+    else:
+        place = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        token = place // SPLITS
+        split = place % SPLITS
+    return token.to(gl.int64), split
+
+
+@gluon.jit
 def _halves_of(tile):
     """A tile of words [64, 256] as its two halves of 256 channels [2, 64, 128]."""
     return tile._reinterpret(gl.int32, [2, 64, 128], _SHARED_WORDS)
@@ -138,7 +113,7 @@ def _expand_entries(payload, scales, tile):
     wide = power[:, :, None] + gl.full([64, 32, 2], 0, gl.int32, _TILE3)
     scale = gl.convert_layout(gl.reshape(wide, [64, 64]), _TILE, assert_trivial=True)
     a, b, c, d = gl.inline_asm_elementwise(
-        _FP4_ASM, "=r,=r,=r,=r,r,r", [payload, scale],
+        FP4_WORDS, "=r,=r,=r,=r,r,r", [payload, scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     both = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 1, 3, 2))
@@ -168,7 +143,7 @@ def _expand_window(words, scales, half):
     wide = power[:, :, None] + gl.full([64, 8, 8], 0, gl.int32, _WIDE3)
     scale = gl.convert_layout(gl.reshape(wide, [64, 64]), _TILE, assert_trivial=True)
     a, b = gl.inline_asm_elementwise(
-        _FP8_ASM, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        FP8_WORDS, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     half.store(gl.reshape(gl.join(a, b), [64, 128]))
 
@@ -207,8 +182,7 @@ def _produce(
     """Expands tiles into shared memory, half a tile a turn, two tiles ahead of those who use them."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     UNIT: gl.constexpr = 16 if PAGE % 16 + PAYLOAD % 16 + SCALES % 16 == 0 else 4
-    token = gl.program_id(0).to(gl.int64)
-    split = gl.program_id(1)
+    token, split = _here(SPLITS)
     near = gl.arange(0, 128, layout=line)
     row = gl.load(rows_ptr + token * row_count + near, mask=near < row_count, other=-1)
     if TILES > 0:
@@ -268,13 +242,6 @@ def _half_tile(words):
 
 
 @gluon.jit
-def _pack(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _pack_half(even, odd):
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
@@ -300,7 +267,7 @@ def _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, BLOCK: gl.constexpr, HAL
             turn = b * 32 + pair - (256 - HALF_ROPE)
             cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
             sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-            even, odd = _unpack(_pack(even * cos - odd * sin, even * sin + odd * cos))
+            even, odd = _unpack(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
         blocks.index(b).store(_pack_half(even, odd))
     fence_async_shared()
 
@@ -316,11 +283,11 @@ def _write(
     COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Writes 256 channels from COLUMN on."""
-    token = gl.program_id(0).to(gl.int64)
+    token, split = _here(SPLITS)
     even, odd = gl.split(gl.reshape(o * factor[:, None], [64, 128, 2]))
     if SPLITS > 1:
         words = _pack_half(even, odd)
-        start = part_ptr.to(gl.pointer_type(gl.int32)) + (token * SPLITS + gl.program_id(1)) * 16384
+        start = part_ptr.to(gl.pointer_type(gl.int32)) + (token * SPLITS + split) * 16384
     else:
         start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
         if HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE:
@@ -331,9 +298,9 @@ def _write(
             )
             cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
             sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-            words = _pack(even * cos + odd * sin, odd * cos - even * sin)
+            words = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
         else:
-            words = _pack(even, odd)
+            words = bf16_words(even, odd)
     words = gl.convert_layout(words, _OUT)  # neighbours of a row to one thread
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, _OUT))
     pair = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, _OUT))
@@ -342,13 +309,14 @@ def _write(
 
 @gluon.jit
 def _score(
-    q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, scale,
+    q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr, scale,
     present_space, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
     TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, and the first 256 channels of the output."""
-    token = gl.program_id(0).to(gl.int64)
-    split = gl.program_id(1)
+    token, split = _here(SPLITS)
+    spot = count_ptr + COUNTER_STEP * token
+    goal = goal_of(spot) if SPLITS > 1 else 0
     _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, 0, HALF_ROPE)
     mbarrier.wait(bars.index(_NAMED), 0)
     _, count = _span(split, _used(used_space), TILES, SPLITS)
@@ -393,18 +361,27 @@ def _score(
     mbarrier.arrive(bars.index(_P_READY), count=1)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, _ACC), assert_trivial=True)
     _write(o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr, 0, HALF_ROPE, SPLITS)
+    if SPLITS > 1:
+        join_share(
+            part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token, split,
+            0, HALF_ROPE, SPLITS,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _follow(
-    q_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
+    q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
+    used_space, q_tile, tiles, p_shared, shrink_shared, bars,
     TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The other 256 channels of the output."""
-    _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, gl.program_id(0).to(gl.int64), 4, HALF_ROPE)
+    token, split = _here(SPLITS)
+    spot = count_ptr + COUNTER_STEP * token
+    goal = goal_of(spot) if SPLITS > 1 else 0
+    _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, 4, HALF_ROPE)
     mbarrier.arrive(bars.index(_Q_READY), count=1)
     mbarrier.wait(bars.index(_NAMED), 0)
-    _, count = _span(gl.program_id(1), _used(used_space), TILES, SPLITS)
+    _, count = _span(split, _used(used_space), TILES, SPLITS)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     for t in range(count):
         slot = t & 1
@@ -418,6 +395,11 @@ def _follow(
     mbarrier.wait(bars.index(_P_READY), count & 1)
     factor = shrink_shared.load(gl.SliceLayout(1, _ACC))
     _write(o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr, 256, HALF_ROPE, SPLITS)
+    if SPLITS > 1:
+        join_share(
+            part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token, split,
+            256, HALF_ROPE, SPLITS,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -425,13 +407,18 @@ def _follow(
 )
 def attend_hopper(
     q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
-    out_ptr, part_ptr, lse_ptr, page_count, sequences, table_width, window_count, entry_count, row_count,
-    scale,
+    out_ptr, part_ptr, lse_ptr, count_ptr,
+    page_count, sequences, table_width, window_count, entry_count, row_count, scale,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
     FOLLOW_REGISTERS: gl.constexpr, PRODUCE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, SPLITS). NAMES: entries, rounded up to a power of two."""
+    """Grid (tokens, SPLITS). SPLITS (at most 32) neighbours in launch order share a query's keys, wait for
+    each other and join a share of the heads each. NAMES: entries, rounded up to a power of two. Launched with
+    `launch_pdl`.
+    """
+    grid_wait()
+    grid_release()
     present_space = gl.allocate_shared_memory(gl.int32, [2, 64], _FLAT)
     rows_space = gl.allocate_shared_memory(gl.int32, [2, 64], _FLAT)
     names_space = gl.allocate_shared_memory(gl.int32, [NAMES // 64, 64], _FLAT)
@@ -449,13 +436,13 @@ def attend_hopper(
     gl.warp_specialize(
         [
             (_score, (
-                q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, scale,
+                q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr, scale,
                 present_space, used_space, q_tile, tiles, p_shared, shrink_shared, bars,
                 TILES, HALF_ROPE, SPLITS,
             )),
             (_follow, (
-                q_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, used_space, q_tile, tiles, p_shared,
-                shrink_shared, bars,
+                q_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
+                used_space, q_tile, tiles, p_shared, shrink_shared, bars,
                 TILES, HALF_ROPE, SPLITS,
             )),
             (_produce, (

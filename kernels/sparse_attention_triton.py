@@ -2,9 +2,9 @@
 """Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
 one pass (spec §3).
 
-On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, and `sparse_attention_parts_triton`
-where queries are few; here are the kernel for every other shape and the choice. Page and row numbers
-outside what they index are clamped, so nothing out of bounds is read.
+On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, where queries are few or heads have
+128 channels `sparse_attention_few_hopper`; here are the kernel for every other shape and the choice. Page and
+row numbers outside what they index are clamped, so nothing out of bounds is read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.packed_triton import bf16_round, e2m1, to_bf16
-from cedar.kernels.sparse_attention_parts_triton import attend_part, half, join_parts
+from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132
+
+
+@triton.jit
+def _half(x):
+    """Operand of a dot: fp16, which holds FP4 and FP8 keys exactly; wide where the interpreter wants it."""
+    return x if INTERPRETED else x.to(tl.float16)
 
 
 @triton.jit
@@ -39,14 +44,14 @@ def _rope_columns(cos_ptr, sin_ptr, token, HALF: tl.constexpr, HALF_ROPE: tl.con
 def _fold(q_even, q_odd, k_even, k_odd, present, state, scale):
     """Takes one tile of keys [BN, HALF] into (acc even, acc odd, running maximum, sum)."""
     acc_even, acc_odd, top, total = state
-    s = tl.dot(q_even, tl.trans(half(k_even)), input_precision="ieee")
-    s += tl.dot(q_odd, tl.trans(half(k_odd)), input_precision="ieee")
+    s = tl.dot(q_even, tl.trans(_half(k_even)), input_precision="ieee")
+    s += tl.dot(q_odd, tl.trans(_half(k_odd)), input_precision="ieee")
     s = tl.where(present[None, :], s * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, axis=1))
     p = tl.exp2(s - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    acc_even = acc_even * shrink[:, None] + tl.dot(half(p), half(k_even), input_precision="ieee")
-    acc_odd = acc_odd * shrink[:, None] + tl.dot(half(p), half(k_odd), input_precision="ieee")
+    acc_even = acc_even * shrink[:, None] + tl.dot(_half(p), _half(k_even), input_precision="ieee")
+    acc_odd = acc_odd * shrink[:, None] + tl.dot(_half(p), _half(k_odd), input_precision="ieee")
     return acc_even, acc_odd, new_top, total * shrink + tl.sum(p, axis=1)
 
 
@@ -69,8 +74,8 @@ def _attend(
     if HALF_ROPE > 0:
         cos, sin = _rope_columns(cos_ptr, sin_ptr, token, HALF, HALF_ROPE)
         q_even, q_odd = _turn(q_even, q_odd, cos, sin)
-    q_even = half(q_even)
-    q_odd = half(q_odd)
+    q_even = _half(q_even)
+    q_odd = _half(q_odd)
     acc = tl.zeros([BH, HALF], tl.float32)
     state = (acc, acc, tl.full([BH], -1e30, tl.float32), tl.zeros([BH], tl.float32))
     lane = tl.arange(0, BN)
@@ -135,13 +140,13 @@ def _hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
-FEW = 2  # queries up to which many small programs beat a few large ones
+FEW = 4  # queries up to which many small programs beat a few large ones (heads of 512)
 
 
 def choose_splits(tokens: int, entries: int) -> int:
     """Programs a query is shared out over, so that a small batch fills the chip."""
     tiles = -(-entries // 64)
-    return max(1, min(MULTIPROCESSORS // max(1, tokens), 1 + tiles)) if tiles else 1
+    return max(1, min(MULTIPROCESSORS // max(1, tokens), 1 + tiles, 32)) if tiles else 1
 
 
 def sparse_attention(
@@ -162,8 +167,8 @@ def sparse_attention(
     """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the
     inverse.
 
-    Contracts are the public function's; `splits` overrides `choose_splits` (Hopper only), `few` whether the
-    queries count as few.
+    Contracts are the public function's; `splits` overrides `choose_splits`, `few` whether the queries count
+    as few (both on Hopper only).
     """
     tokens, heads, width = q.shape
     q = q.contiguous()
@@ -189,42 +194,80 @@ def sparse_attention(
     scale = width**-0.5 * LOG2_E
     rows = window_rows.contiguous()
     sizes = (*limits, window.shape[0], count, rows.shape[1])
-    fits = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
-    hopper = q.is_cuda and fits and _hopper(q.device.index or 0)
-    small = tokens <= FEW and hopper if few is None else few
-    parts = choose_splits(tokens, count) if splits is None else splits
-    near, far = -(-rows.shape[1] // 32), -(-count // 32)
-    if small:
-        parts = near + far
-    part, lse = q, sink
-    if small or (hopper and parts > 1):
-        part = torch.empty(tokens, parts, heads, width, dtype=torch.float16, device=q.device)
-        lse = torch.empty(tokens, parts, heads, dtype=torch.float32, device=q.device)
-    if small:
-        attend_part[(tokens, parts, triton.cdiv(heads, 16))](
-            q, cos, sin, *sources, window, rows, part, lse, *sizes, heads, scale,
-            *place, near, width // 2, half_rope, 16, 32, num_warps=4,
-        )  # fmt: skip
-    elif hopper:
-        from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
-
-        tiles = -(-count // 64)
-        attend_hopper[(tokens, parts)](
-            q, cos, sin, *sources, window, rows, sink, out, part, lse, *sizes, scale * 128.0,
-            *place, tiles, 64 * triton.next_power_of_2(max(1, tiles)), half_rope, parts,
-            FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4,
-        )  # fmt: skip
-    if small or (hopper and parts > 1):
-        block = 1 if tokens <= FEW else 4 if tokens <= 32 else 16
-        join_parts[(tokens, triton.cdiv(heads, block))](
-            part, lse, sink, cos, sin, out, heads, width // 2, half_rope, parts, block, q.is_cuda and hopper,
-            **({"launch_pdl": True} if hopper else {}),
-        )  # fmt: skip
-    if small or hopper:
-        return out
+    given = (q, cos, sin, *sources, window, rows, sink, out)
+    if q.is_cuda and _hopper(q.device.index or 0):
+        small = few_parts(tokens, heads, width, count, rows.shape[1], half_rope) if few is not False else None
+        large = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
+        if small is not None and (few or not large or tokens <= FEW):
+            _attend_few(given, small, sizes, place, scale, half_rope)
+            return out
+        if large:
+            parts = choose_splits(tokens, count) if splits is None else splits
+            _attend_hopper(given, parts, sizes, place, scale, half_rope)
+            return out
     block = min(64, max(16, triton.next_power_of_2(heads)))
     _attend[(tokens, triton.cdiv(heads, block))](
-        q, cos, sin, *sources, window, rows, sink, out, *sizes, heads, scale,
+        *given, *sizes, heads, scale,
         *place, count > 0, width // 2, half_rope, block, 32, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def few_parts(
+    tokens: int, heads: int, width: int, entries: int, rows: int, half_rope: int
+) -> tuple[int, int] | None:
+    """Programs that take window rows, and entries, of a query in `attend_few`; None where it does not fit.
+
+    Its parts may hold 64 MiB, its counters (eight words each) 256 KiB.
+    """
+    near, far = -(-rows // 32), -(-entries // 32)
+    if width not in (128, 512) or 2 * half_rope > width or not 0 < near + far <= 64:
+        return None
+    fits = tokens * (near + far) * heads * width * 2 <= 1 << 26 and tokens * -(-heads // 16) * 8 <= 65_536
+    return (near, far) if fits else None
+
+
+def _attend_few(
+    given: tuple[torch.Tensor, ...],
+    parts: tuple[int, int],
+    sizes: tuple[int, ...],
+    place: tuple[int, ...],
+    scale: float,
+    half_rope: int,
+) -> None:
+    from cedar.kernels.grid_hopper import counters
+    from cedar.kernels.sparse_attention_few_hopper import attend_few
+
+    q = given[0]
+    tokens, heads, width = q.shape
+    near, splits = parts[0], sum(parts)
+    part = torch.empty(tokens, splits, heads, width, dtype=torch.float16, device=q.device)
+    lse = torch.empty(tokens, heads, -(-splits // 4) * 4, dtype=torch.float32, device=q.device)
+    attend_few[(splits, -(-heads // 16), tokens)](
+        *given, part, lse, counters(q.device.index or 0), *sizes, scale,
+        *place, near, splits, heads, width // 128, half_rope, sizes[1] == 1, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _attend_hopper(
+    given: tuple[torch.Tensor, ...],
+    parts: int,
+    sizes: tuple[int, ...],
+    place: tuple[int, ...],
+    scale: float,
+    half_rope: int,
+) -> None:
+    from cedar.kernels.grid_hopper import counters
+    from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
+
+    q = given[0]
+    part, lse = q, given[9]
+    if parts > 1:
+        part = torch.empty(q.shape[0], parts, *q.shape[1:], dtype=torch.float16, device=q.device)
+        lse = torch.empty(q.shape[0], parts, q.shape[1], dtype=torch.float32, device=q.device)
+    tiles = -(-sizes[4] // 64)
+    attend_hopper[(q.shape[0], parts)](
+        *given, part, lse, counters(q.device.index or 0), *sizes, scale * 128.0,
+        *place, tiles, 64 * triton.next_power_of_2(max(1, tiles)), half_rope, parts,
+        FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -16,6 +16,16 @@ from cedar.ops.bench.kernel_timing import Case, relative_error
 
 PAGE_BYTES, ROWS = 227_840, 256  # the flash page; layer 20's planes (ratio 1)
 MAIN = (Plane(136_704, 256, ROWS), Plane(202_240, 32, ROWS))
+ATTENTION_SHAPES = (
+    (1, 1),
+    (16, 1),
+    (64, 1),
+    (128, 1),
+    (96, 6),
+    (384, 6),
+    (4096, 4096),
+)  # queries, a sequence
+ATTENTION_FLOPS = 83.9e6  # of one query: 64 heads, 640 keys, 512 channels, twice
 INDEX = (Plane(210_432, 64, ROWS), Plane(226_816, 4, ROWS))
 
 
@@ -97,29 +107,42 @@ def _baseline(args: tuple[Any, ...]) -> Callable[[], object]:
     return run
 
 
+def attention_case(
+    tokens: int, queries: int, pages: torch.Tensor
+) -> tuple[list[tuple[Any, ...]], torch.Tensor, Case]:
+    """Arguments (the first with pads, for the check), the queries checked, and the case of our kernel."""
+    copies = [attention_args(tokens, pages, queries) for _ in range(6 if tokens < 200 else 2)]
+    copies[0][5][:, 400:].masked_fill_(torch.rand(tokens, 1, device="cuda") < 0.3, -1)
+    picks = torch.randperm(tokens, device="cuda")[:64]
+
+    def check() -> float:
+        return relative_error(sparse_attention(*copies[0])[picks], attention_truth(copies[0], picks))
+
+    case = Case(
+        operation="sparse attention",
+        shape=f"{tokens} queries" + (f", {queries} a sequence" if queries > 1 else ""),
+        runs=[partial(sparse_attention, *a) for a in copies[1:]],
+        bytes=attention_bytes(tokens, queries, 288, 528),
+        flops=tokens * ATTENTION_FLOPS,
+        check=check,
+        tolerance=2e-3,
+        reference=_baseline(copies[0]) if tokens <= 128 else None,
+        reference_name="torch, keys gathered in bf16",
+        target="60 % of floor" if tokens >= 64 else "7.5 us" if tokens == 1 else "",
+    )
+    return copies, picks, case
+
+
+def attention_bytes(tokens: int, queries: int, entry: int, near: int) -> float:
+    """Bytes moved: 512 entries a query, 128 window rows a sequence, q and o, indices."""
+    return tokens * (512 * entry + 131_072 + 2_560) + max(1, tokens // queries) * 128 * near
+
+
 def attention_cases() -> Iterator[Case]:
     """Decode at several batches and one prefill chunk; the last few entries of each query are pads."""
     pages = random_pages(2048)
-    for tokens, queries in ((1, 1), (16, 1), (64, 1), (128, 1), (96, 6), (384, 6), (4096, 4096)):
-        copies = [attention_args(tokens, pages, queries) for _ in range(6 if tokens < 200 else 2)]
-        copies[0][5][:, 400:].masked_fill_(torch.rand(tokens, 1, device="cuda") < 0.3, -1)
-        picks = torch.randperm(tokens, device="cuda")[:64]
-
-        def check(args: tuple[Any, ...] = copies[0], picks: torch.Tensor = picks) -> float:
-            return relative_error(sparse_attention(*args)[picks], attention_truth(args, picks))
-
-        yield Case(
-            operation="sparse attention",
-            shape=f"{tokens} queries" + (f", {queries} a sequence" if queries > 1 else ""),
-            runs=[partial(sparse_attention, *a) for a in copies[1:]],
-            bytes=tokens * (147_456 + 131_072 + 2_560) + max(1, tokens // queries) * 67_584,
-            flops=tokens * 83.9e6,
-            check=check,
-            tolerance=2e-3,
-            reference=_baseline(copies[0]) if tokens <= 128 else None,
-            reference_name="torch, keys gathered in bf16",
-            target="60 % of floor" if tokens >= 64 else "7.5 us" if tokens == 1 else "",
-        )
+    for tokens, queries in ATTENTION_SHAPES:
+        yield attention_case(tokens, queries, pages)[2]
 
 
 def score_args(

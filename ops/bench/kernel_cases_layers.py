@@ -17,6 +17,7 @@ from cedar.kernels import (
     linear_ref,
     mhc_ref,
     norm_ref,
+    prepared_ref,
     rope_ref,
     router_ref,
 )
@@ -25,6 +26,7 @@ from cedar.kernels.engram_gate_triton import engram_gate
 from cedar.kernels.experts_triton import grouped_experts
 from cedar.kernels.linear_triton import grouped_output, linear_fp8
 from cedar.kernels.mhc_triton import boundary, mix, sublayer
+from cedar.kernels.prepared import CODES
 from cedar.kernels.router_triton import route
 from cedar.ops.bench.kernel_cases_attention import rope_table
 from cedar.ops.bench.kernel_timing import Case, relative_error
@@ -78,41 +80,61 @@ def expert_cases() -> Iterator[Case]:
         )
 
 
+LINEARS = {  # outputs, columns
+    "wq_a, wkv": (1792, WIDTH),
+    "wq_b": (32768, 1280),
+    "wo_b": (WIDTH, 8192),
+    "shared w1, w3": (4608, WIDTH),
+    "shared w2": (WIDTH, INNER),
+}
+Stored = tuple[
+    torch.Tensor, torch.Tensor
+]  # weights E4M3 [outputs, columns], scales E8M0 of blocks of 32 × 32
+
+
+def stored_linears(outputs: int, columns: int) -> list[Stored]:
+    """Random weights, as many as no cache holds."""
+    return [
+        (
+            (torch.randn(outputs, columns, device="cuda") * 50).to(torch.float8_e4m3fn),
+            torch.randint(110, 120, (outputs // 32, columns // 32), dtype=torch.uint8, device="cuda"),
+        )
+        for _ in range(min(16, math.ceil(150e6 / (outputs * columns))))
+    ]
+
+
+def linear_case(name: str, x: torch.Tensor, stored: list[Stored], *, codes: bool = False) -> Case:
+    """Our linear of x bf16 [tokens, columns], its quantising included; `codes`: quantised by its producer."""
+    (tokens, columns), outputs = x.shape, stored[0][0].shape[0]
+    prepared = (prepared_ref.prepared(x, CODES),) if codes else ()
+
+    def check() -> float:
+        wide = fp8_ref.expand_blocks(*stored[0], torch.float64)
+        return relative_error(linear_fp8(x, *stored[0], prepared), linear_ref.linear_fp8(x, wide))
+
+    return Case(
+        operation=f"linear fp8, {name}" + (", x as codes" if codes else ""),
+        shape=f"{tokens} × {columns} → {outputs}",
+        runs=[partial(linear_fp8, x, *w, prepared) for w in stored],
+        bytes=outputs * columns * (1 + 1 / 1024)
+        + tokens * (2 * outputs + columns * (33 / 32 if codes else 2)),
+        flops=2.0 * tokens * outputs * columns,
+        check=check,
+        tolerance=2e-3,
+        reference=partial(torch.mm, x, fp8_ref.expand_blocks(*stored[0], torch.bfloat16).T),
+        reference_name="cuBLAS, bf16 weights",
+        target="65 % of bandwidth",
+    )
+
+
 def linear_cases() -> Iterator[Case]:
     """Dense FP8 linears and the grouped output projection at decode sizes."""
-    shapes = (("wq_a, wkv", 1792, WIDTH), ("wq_b", 32768, 1280), ("wo_b", WIDTH, 8192), ("shared w1, w3",
-    4608, WIDTH),
-              ("shared w2", WIDTH, INNER))  # fmt: skip
-    for name, outputs, columns in shapes:
-        copies = min(16, math.ceil(150e6 / (outputs * columns)))
-        stored = [
-            (
-                (torch.randn(outputs, columns, device="cuda") * 50).to(torch.float8_e4m3fn),
-                torch.randint(110, 120, (outputs // 32, columns // 32), dtype=torch.uint8, device="cuda"),
-            )
-            for _ in range(copies)
-        ]
+    for name, (outputs, columns) in LINEARS.items():
+        stored = stored_linears(outputs, columns)
         for tokens in (1, 16, 64, 128):
             x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-
-            def check(x: torch.Tensor = x, w: tuple[torch.Tensor, torch.Tensor] = stored[0]) -> float:
-                return relative_error(
-                    linear_fp8(x, *w), linear_ref.linear_fp8(x, fp8_ref.expand_blocks(*w, torch.float64))
-                )
-
-            wide = fp8_ref.expand_blocks(*stored[0], torch.bfloat16)
-            yield Case(
-                operation=f"linear fp8, {name}",
-                shape=f"{tokens} × {columns} → {outputs}",
-                runs=[partial(linear_fp8, x, *w) for w in stored],
-                bytes=outputs * columns * (1 + 1 / 1024) + tokens * 2 * (outputs + columns),
-                flops=2.0 * tokens * outputs * columns,
-                check=check,
-                tolerance=2e-3,
-                reference=partial(torch.mm, x, wide.T),
-                reference_name="cuBLAS, bf16 weights",
-                target="65 % of bandwidth",
-            )
+            yield linear_case(name, x, stored, codes=True)
+            yield linear_case(name, x, stored)
         del stored
     heavy = [torch.randn(8, 1024, 4096, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(3)]
     for tokens in (1, 16, 64, 128):
@@ -249,7 +271,7 @@ def small_cases() -> Iterator[Case]:
             x: torch.Tensor = x, y: torch.Tensor = y, mixes: tuple[Any, ...] = (pre, post, comb)
         ) -> float:
             pre, post, comb = mixes
-            new, row, mixed = sublayer(x, (y, post, comb), pre, norm, mixer)
+            new, row, mixed, _ = sublayer(x, (y, post, comb), pre, norm, mixer)
             truth = mhc_ref.expand(x, y, post, comb)
             rows = norm_ref.rms_norm(mhc_ref.collapse(truth, pre), *norm)
             wrong = float((new != truth).sum() + (row != rows).sum())

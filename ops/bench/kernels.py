@@ -1,9 +1,9 @@
-"""Times every kernel against its floor: ``python -m cedar.ops.bench.kernels [--only FAMILY] [--out FOLDER]``.
+"""Times every kernel against its floor: ``python -m cedar.ops.bench.kernels [--only FAMILY] [--out FOLDER]``;
+with ``--peers`` others' kernels beside ours (`kernel_peers`).
 
 Prints one table (time, bytes, operations, share of the floor, a reference's time) and writes
-``kernels.json`` and a plot,
-``kernels.svg``. Every family runs in a process of its own: a kernel that fails or hangs costs its own rows
-only.
+``kernels.json`` and a plot, ``kernels.svg``, row by row as they are measured. Every family runs in a
+process of its own: a kernel that fails or hangs costs its own rows only.
 Without a GPU it says so and ends well.
 """
 
@@ -14,11 +14,15 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from typing import Any
+
+from cedar.ops.bench.kernel_peers import PEERS, PeerMissing, left_out, missing_peers, usable
 
 FAMILIES = {
     "attention": "cedar.ops.bench.kernel_cases_attention:attention_cases",
@@ -33,9 +37,14 @@ FAMILY_TIMEOUT_S = 240
 
 
 def cases_of(family: str) -> Callable[[], Iterable[Any]]:
-    """The function that yields a family's cases."""
-    module, name = FAMILIES[family].split(":")
-    return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    """The function that yields a family's or a peer's cases. Raises PeerMissing."""
+    module, name = (PEERS[family].cases if family in PEERS else FAMILIES[family]).split(":")
+    if family not in PEERS:
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    import torch
+
+    peer = usable(family, torch.cuda.get_device_capability()[0])
+    return partial(getattr(import_module(module), name), peer)
 
 
 def run_family(family: str) -> None:
@@ -44,7 +53,11 @@ def run_family(family: str) -> None:
     from cedar.ops.bench.kernel_timing import measure
 
     torch.manual_seed(20_26)
-    iterator = iter(cases_of(family)())
+    try:
+        iterator = iter(cases_of(family)())
+    except PeerMissing as why:
+        print(json.dumps(left_out(family, why)), flush=True)
+        return
     while True:
         try:
             case = next(iterator)
@@ -62,28 +75,35 @@ def run_family(family: str) -> None:
         torch.cuda.empty_cache()
 
 
-def collect(families: Iterable[str], log: Path) -> list[dict[str, Any]]:
-    """Runs families one after another, each in a child process; rows in order."""
-    rows: list[dict[str, Any]] = []
-    with log.open("w") as errors:
+def child_of(family: str) -> list[str]:
+    """The command that measures one family."""
+    return [sys.executable, "-m", "cedar.ops.bench.kernels", "--family", family]
+
+
+def collect(
+    families: Iterable[str], errors: Path, command: Callable[[str], list[str]] = child_of
+) -> Iterator[dict[str, Any]]:
+    """Runs families one after another, each in a child process, and yields rows as they come: what was
+    measured before somebody stops the run is not lost. A child that fails or hangs ends in a row of its own.
+    """
+    with errors.open("w") as log:
         for family in families:
-            command = [sys.executable, "-m", "cedar.ops.bench.kernels", "--family", family]
+            child = subprocess.Popen(command(family), stdout=subprocess.PIPE, stderr=log, text=True)
+            assert child.stdout is not None
+            timer = Timer(FAMILY_TIMEOUT_S, child.kill)
+            timer.start()
             try:
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, stderr=errors, timeout=FAMILY_TIMEOUT_S, text=True
-                )
-                output, ending = done.stdout, done.returncode
-            except subprocess.TimeoutExpired as expired:
-                output = (
-                    expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-                )
-                ending = -1
-            rows += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+                for line in child.stdout:
+                    if line.startswith("{"):
+                        yield json.loads(line)
+                ending = child.wait()
+            finally:
+                timer.cancel()
+                child.kill()
+                child.wait()
+                child.stdout.close()
             if ending:
-                rows.append(
-                    {"operation": family, "shape": "", "note": f"the family's process ended with {ending}"}
-                )
-    return rows
+                yield {"operation": family, "shape": "", "note": f"the family's process ended with {ending}"}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -137,6 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; 0 when every check passed, or there was nothing to run on."""
     parser = argparse.ArgumentParser(prog="python -m cedar.ops.bench.kernels", description=__doc__)
     parser.add_argument("--only", help="families, comma-separated: " + ", ".join(FAMILIES))
+    parser.add_argument(
+        "--peers", action="store_true", help="others' kernels beside ours: " + ", ".join(PEERS)
+    )
     parser.add_argument("--out", type=Path, default=Path(), help="folder for kernels.json and kernels.svg")
     parser.add_argument("--family", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -144,18 +167,24 @@ def main(argv: list[str] | None = None) -> int:
 
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to time")
+        if arguments.peers:
+            print(table(missing_peers()))
         return 0
     if arguments.family:
         run_family(arguments.family)
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
-    families = arguments.only.split(",") if arguments.only else list(FAMILIES)
-    rows = collect(families, arguments.out / "kernels.log")
+    families = arguments.only.split(",") if arguments.only else list(PEERS if arguments.peers else FAMILIES)
+    rows: list[dict[str, Any]] = []
     record = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    (arguments.out / "kernels.json").write_text(json.dumps(record, indent=1))
-    (arguments.out / "kernels.svg").write_text(plot(rows))
+    for row in collect(families, arguments.out / "kernels.log"):
+        rows.append(row)
+        print(f"{len(rows)}: {row['operation']}, {row['shape']}", file=sys.stderr, flush=True)
+        (arguments.out / "kernels.json").write_text(json.dumps(record, indent=1))
+        (arguments.out / "kernels.svg").write_text(plot(rows))
     print(table(rows))
-    return 0 if all(row.get("passed", True) is not False and "time_us" in row for row in rows) else 1
+    measured = [row for row in rows if "left_out" not in row]
+    return 0 if all(row.get("passed", True) is not False and "time_us" in row for row in measured) else 1
 
 
 if __name__ == "__main__":

@@ -22,29 +22,31 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Launches of a Reuse layer. Aimed at: 11 in decode, 15 in prefill. A query's attention that is split is
-# joined
-# by one more; above 16 rows FP8 products quantise in a launch of their own; in prefill the shared expert runs
-# beside the others.
-MOST_DECODE = {1: 12, 8: 12, 64: 15}  # by batch
-MOST_PREFILL = 22
-MOST_REPLAY_MS = 6.0  # forty layers, batch 1, tiny weights. Aimed at: 1.2
+# Launches of a Reuse layer: docs/performance.md has them one by one. Aimed at in prefill: 15. What is left
+# are a launch that quantises for wo_b, a router of two and experts of five, each faster so than in fewer.
+MOST_DECODE = {1: 11, 8: 11, 64: 11}  # by batch
+MOST_PREFILL = 19
+MOST_REPLAY_MS = 3.0  # forty layers, batch 1, tiny weights: 1.97 measured alone. Aimed at: 1.2
 REUSE = 22  # a Reuse layer with another below it and one above
+CHUNK = 64  # a prefill's kernels are then those of a decode step of as many sequences: compiled once
 
 
 @cache
-def network(narrow: bool = False) -> Network:
-    return synthetic_network(NARROW if narrow else TINY, "cuda")
+def network() -> Network:
+    return synthetic_network(NARROW, "cuda")
 
 
 def prefilled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceState]]:
-    """Sequences that have run `lengths` tokens, 16 pages for each, and have more ids."""
+    """Sequences that have run `lengths` tokens, multiples of `CHUNK`, 16 pages for each, and have more
+    ids.
+    """
     memory = net.allocate(pages=16 * len(lengths), slots=len(lengths) + 1)
     seqs = []
     for row, length in enumerate(lengths):
         ids = [(i * 37 + row * 101) % 1000 for i in range(length + 40)]
         seq = SequenceState(slot=row + 1, pages=list(range(16 * row, 16 * row + 16)), ids=ids)
-        net.prefill(memory, seq, length)
+        while seq.length < length:
+            net.prefill(memory, seq, seq.length + CHUNK)
         net.finish_prefill(memory, seq)
         seqs.append(seq)
     return memory, seqs
@@ -58,14 +60,17 @@ def eager(net: Network, memory: KVMemory, seqs: list[SequenceState]) -> torch.Te
     return net.text.logits(*net.text.run(streams, pre, step, range(net.config.layers)))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [1, 3, 32])
 def test_a_replay_is_the_step(batch: int) -> None:
     """On the first use of a rung (eager), the second (captured) and later; groups close on every other
     token.
     """
     net = network()
-    memory, seqs = prefilled(net, [300, 301, 257, 130, 40][:batch])
-    for _ in range(6):
+    memory, seqs = prefilled(net, [256, 128, *[64] * 30][:batch])
+    for number, seq in enumerate(seqs[3:]):  # at other places of their groups
+        for _ in range(number % 3):
+            net.decode(memory, [seq])
+    for _ in range(5):
         want = eager(net, memory, seqs)
         rings, pages = memory.rings.clone(), memory.pages.clone()
         got = net.decode(memory, seqs)
@@ -77,7 +82,7 @@ def test_a_replay_is_the_step(batch: int) -> None:
 def test_rungs_share_what_they_read() -> None:
     """A sequence alone, then in a batch, then alone again goes on as if it had always been alone."""
     net = network()
-    (first, (alone, *_)), (second, others) = prefilled(net, [200, 90, 64]), prefilled(net, [200, 90, 64])
+    (first, (alone, *_)), (second, others) = prefilled(net, [192, 128, 64]), prefilled(net, [192, 128, 64])
     for together in (False, True, True, False, False, True):
         want = net.decode(first, [alone])
         got = net.decode(second, others if together else others[:1])
@@ -86,12 +91,17 @@ def test_rungs_share_what_they_read() -> None:
 
 def test_a_longer_context_takes_a_wider_rung() -> None:
     net = network()
+    first = 16 * net.layout.page_tokens
     memory = net.allocate(pages=40, slots=1)
-    ids = [(i * 31) % 1000 for i in range(17 * 256 + 4)]
+    ids = [(i * 31) % 1000 for i in range(first + 8)]
     seq = SequenceState(slot=0, pages=list(range(20)), ids=ids)
-    while seq.length < 16 * 256 - 2:
-        net.prefill(memory, seq, min(seq.length + 512, 16 * 256 - 2))
+    while seq.length < first - 512:
+        net.prefill(memory, seq, seq.length + 512)
+    while seq.length < first - CHUNK:
+        net.prefill(memory, seq, seq.length + CHUNK)
     net.finish_prefill(memory, seq)
+    while seq.length < first - 2:
+        net.decode(memory, [seq])
     for _ in range(5):
         want = eager(net, memory, [seq])
         torch.testing.assert_close(net.decode(memory, [seq]), want, rtol=1e-3, atol=1e-3)
@@ -100,12 +110,13 @@ def test_a_longer_context_takes_a_wider_rung() -> None:
 
 def test_rungs_can_be_made_ready_without_touching_a_sequence() -> None:
     net = network()
-    memory, seqs = prefilled(net, [130, 77])
+    memory, seqs = prefilled(net, [128, 64])
     rings, pages, tails = memory.rings.clone(), memory.pages.clone(), memory.tails.clone()
-    net.prepare_decode(memory, [1, 2], 300)
+    for batch, tokens in net.decode_ladder(memory, 2, 300):
+        net.prepare_decode(memory, batch, tokens)
     rungs = net._graphs_on(memory)._rungs
     assert len(rungs) == 2
-    assert all(rung.graph is not None for rung in rungs.values())
+    assert all(rung.step.graph is not None for rung in rungs.values())
     for now, before in ((memory.rings, rings), (memory.pages, pages), (memory.tails, tails)):
         assert torch.equal(now, before)
     want = eager(net, memory, seqs)
@@ -140,24 +151,28 @@ def reuse_layer(step: Step, net: Network, tokens: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize("batch", MOST_DECODE)
 def test_launches_of_a_reuse_layer_in_decode(batch: int) -> None:
-    net = network(narrow=True)
-    memory, seqs = prefilled(net, [20] * batch)
+    net = network()
+    memory = net.allocate(pages=batch, slots=batch)
+    seqs = [SequenceState(slot=row, pages=[row], ids=[7] * 21, length=20) for row in range(batch)]
     run = reuse_layer(DecodeStep.of(memory, net.config, seqs), net, batch)
     run()
     names = launches(run)
+    print(len(names), *names, sep="\n")
     assert len(names) <= MOST_DECODE[batch], names
 
 
 @pytest.mark.parametrize("tokens", [512])
 def test_launches_of_a_reuse_layer_in_prefill(tokens: int) -> None:
-    net = network(narrow=True)
+    net = network()
     memory, seq = net.own_sequence([i % 1000 for i in range(2 * tokens)])
     run = reuse_layer(Step(memory, net.config, [(seq, 512, 512 + tokens)]), net, tokens)
     run()
     names = launches(run)
+    print(len(names), *names, sep="\n")
     assert len(names) <= MOST_PREFILL, names
 
 
 def test_forty_layers_replay_in_time() -> None:
-    times = [replay_time_ms(network(), batch=1) for _ in range(3)]
+    net = synthetic_network(TINY, "cuda")
+    times = [replay_time_ms(net, batch=1) for _ in range(3)]
     assert statistics.median(times) < MOST_REPLAY_MS, times

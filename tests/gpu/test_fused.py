@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from cedar.kernels import router_ref
+from cedar.kernels import prepared_ref, router_ref
 from cedar.kernels.decode_tables import DecodeTables, decode_tables
+from cedar.kernels.experts import swiglu, swiglu_prepared
 from cedar.kernels.feed_forward import RoutedWeights, SharedWeights, feed_forward
 from cedar.kernels.fp8 import dequantize_fp8
 from cedar.kernels.group_tails import join_tails
+from cedar.kernels.grouped_output import grouped_output
 from cedar.kernels.index_queries import pack_index_queries
 from cedar.kernels.latents import Staging, norm_latents
+from cedar.kernels.mhc import Mixes, mhc_boundary, mhc_mix
 from cedar.kernels.paging import PageRangeError
+from cedar.kernels.prepared import CODES, Prepared
 from cedar.kernels.rope import rope_frequencies, rope_table
 from cedar.kernels.router import route
 from cedar.kernels.sampling import draw_tokens
@@ -67,12 +71,39 @@ def test_latents(tokens: int, queries: int, keys: int) -> None:
     want, got = (torch.zeros(tokens + 5, row, dtype=torch.uint8) for _ in range(2))
     query, _ = norm_latents(*given, want, places)
     on_card, got = cuda(given[:4]), got.cuda()
-    found, _ = norm_latents(*on_card, EPS, got, places.cuda())
+    found, (codes,) = norm_latents(*on_card, EPS, got, places.cuda(), (CODES,))
     assert torch.equal(found.cpu(), query)
+    assert same_codes(codes, found)
     assert torch.equal(got.cpu(), want)
     assert (
         launches(lambda: norm_latents(*on_card, EPS, got, places.cuda(), (1,))) <= 2
     )  # and the copy of places
+
+
+def same_codes(got: object, want: torch.Tensor) -> bool:
+    """Whether `got` is what a launch that quantises makes of `want`."""
+    made = prepared_ref.prepared(want.cpu(), CODES)
+    assert isinstance(got, Prepared)
+    assert got.scale is not None
+    assert made.scale is not None
+    values = torch.equal(got.values.view(torch.uint8).cpu(), made.values.view(torch.uint8))
+    return values and torch.equal(got.scale.cpu(), made.scale)
+
+
+@pytest.mark.parametrize("tokens", [17, 64])
+def test_grouped_output_as_codes(tokens: int) -> None:
+    o, weight = randn(tokens, 8, 512).bfloat16().cuda(), (randn(8, 64, 512) * 512**-0.5).bfloat16().cuda()
+    assert same_codes(grouped_output(o, weight, (CODES,)), grouped_output(o, weight))
+    assert launches(lambda: grouped_output(o, weight, (CODES,))) == 1
+    assert isinstance(grouped_output(o[:3], weight, (CODES,)), torch.Tensor)
+
+
+@pytest.mark.parametrize("width", [96, 2304])
+def test_swiglu_as_codes(width: int) -> None:
+    halves = (3 * randn(70, 2 * width)).bfloat16().cuda()
+    first, second = halves.chunk(2, dim=1)
+    assert same_codes(swiglu_prepared(first, second, 4.0, CODES), swiglu(first, second, 4.0))
+    assert launches(lambda: swiglu_prepared(first, second, 4.0, CODES)) == 1
 
 
 def test_a_chunk_is_staged_in_one_launch() -> None:
@@ -96,6 +127,33 @@ def test_a_chunk_is_staged_in_one_launch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 5120), (3, 256), (7, 1280), (20, 640), (70, 5120), (600, 1280)]
+)
+def test_boundary_with_mix(tokens: int, width: int) -> None:
+    """One launch at every size: streams, normed rows and their codes bit for bit, mixes closely."""
+    x, y, norm = randn(tokens, 4, width).bfloat16(), randn(tokens, width).bfloat16(), torch.rand(width)
+    mix = (randn(24, 4 * width) * 0.05, torch.tensor([0.7, 1.3, 0.9]), randn(24), EPS, 1e-6, 20)
+    pre, post, comb = mhc_mix(x, *mix)
+    given = (x, y, post, comb, pre, norm.bfloat16())
+    on_card = cuda(given), (*cuda(mix[:3]), *mix[3:])
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, Mixes, tuple[Prepared, ...]]:
+        return mhc_boundary(*on_card[0], EPS, mix=on_card[1], orders=(CODES,))
+
+    streams, row, mixes, (codes,) = mhc_boundary(*given, EPS, mix=mix, orders=(CODES,))
+    got_streams, got_row, got_mixes, (got,) = run()
+    assert torch.equal(got_streams.cpu(), streams)
+    assert torch.equal(got_row.cpu(), row)
+    for part, want in zip(got_mixes, mixes, strict=True):
+        torch.testing.assert_close(part.cpu(), want, rtol=1e-4, atol=1e-5)
+    assert codes.scale is not None
+    assert got.scale is not None
+    assert torch.equal(got.values.cpu().view(torch.uint8), codes.values.view(torch.uint8))
+    assert torch.equal(got.scale.cpu(), codes.scale)
+    assert launches(run) == 1
+
+
+@pytest.mark.parametrize(
     ("tokens", "experts", "width"), [(1, 384, 5120), (70, 384, 5120), (300, 8, 192), (1100, 384, 512)]
 )
 def test_router(tokens: int, experts: int, width: int) -> None:
@@ -107,7 +165,7 @@ def test_router(tokens: int, experts: int, width: int) -> None:
     same = (found.cpu() == ids).all(1)
     assert same.double().mean() > 0.98  # ties within the rounding of a sum
     torch.testing.assert_close(values.cpu()[same], weights[same], rtol=1e-4, atol=1e-6)
-    assert launches(lambda: route(*on_card, 6, 1.5)) == (1 if tokens <= 1024 else 2)
+    assert launches(lambda: route(*on_card, 6, 1.5)) == (1 if tokens <= 256 else 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 33, 64])

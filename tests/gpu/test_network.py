@@ -95,15 +95,24 @@ def golden_layer(layer: int, expected: dict[str, torch.Tensor]) -> dict[str, tor
 @pytest.mark.parametrize("layer", range(1, 12))
 def test_each_layer_fed_the_golden_one_below(layer: int) -> None:
     """The tolerances are three times what noise of 2e-3 in the CPU's attention makes of these tensors
-    (docs/log.md): sublayers round to FP8, and a router may choose another expert for a token.
+    (docs/log.md): sublayers round to FP8, and a router may choose another expert for a token. A token whose
+    own selection differs (ties within the noise of FP8 products, 2 to 5 of a hundred) is compared by that.
     """
     expected = load_file(GOLDEN / "expected.safetensors")
     tolerances = {"attn_out": 3.5e-2, "ffn_out": 0.15, "stream": 1.5e-2, "pre": 1e-2}
-    for name, got in golden_layer(layer, expected).items():
+    captured = golden_layer(layer, expected)
+    chosen = f"layer{layer:02d}.topk"
+    same = torch.ones(len(expected["text/input_ids"][0]), dtype=torch.bool)
+    if chosen in captured:
+        got, want = captured[chosen].cpu(), expected[f"text/{chosen}"][0]
+        assert (got == want).double().mean() > 0.97
+        same = (got.sort(-1).values == want.sort(-1).values).all(-1)
+        assert same.double().mean() > 0.9
+    for name, got in captured.items():
         want, kind = expected[f"text/{name}"][0], name.partition(".")[2]
-        if kind == "topk":
-            assert (got.cpu() == want).double().mean() > 0.97
-        else:
+        if kind == "attn_out":
+            near(got[same.to(got.device)], want[same], tolerances[kind])
+        elif kind != "topk":
             near(got, want, tolerances[kind])
 
 

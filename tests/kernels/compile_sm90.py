@@ -7,7 +7,9 @@ In a process of its own, because the interpreter, once chosen, stays.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -17,21 +19,25 @@ from cedar.kernels import (
     compress_hopper,
     compress_triton,
     decode_tables_triton,
+    experts_fp8_hopper,
     experts_hopper,
     experts_one_hopper,
-    feed_forward_hopper,
     index_scores_fp8_triton,
     index_scores_hopper,
     latents_triton,
-    linear_hopper,
+    linear_few_hopper,
+    linear_hold_hopper,
+    linear_many_hopper,
+    mhc_few_hopper,
     mhc_hopper,
     mhc_triton,
+    router_rows_hopper,
     router_triton,
     sampling_triton,
     select_many_triton,
     select_slices_triton,
+    sparse_attention_few_hopper,
     sparse_attention_hopper,
-    sparse_attention_parts_triton,
     weights_hopper,
 )
 from triton.backends.compiler import GPUTarget
@@ -65,7 +71,7 @@ SCALARS = {"scale": "fp32", "eps": "fp32", "mix_eps": "fp32", "hc_eps": "fp32", 
 
 def block(kind: str, *shape: int, swizzle: int = 128) -> str:
     """The type of a descriptor of blocks of that shape."""
-    layout = NVMMASharedLayout(swizzle, 32 if kind == "i32" else 16, len(shape))
+    layout = NVMMASharedLayout(swizzle, {"i32": 32, "fp8e4nv": 8, "u8": 8}.get(kind, 16), len(shape))
     return f"tensordesc<{kind}{list(shape)},{layout!r}>"
 
 
@@ -87,9 +93,19 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
-        sparse_attention_parts_triton.join_parts,
-        {"HALF": 256, "HALF_ROPE": 32, "SPLITS": 9, "BH": 4, "WAIT": True},
-        {"part_ptr": "*fp16", "out_ptr": "*bf16"},
+        sparse_attention_few_hopper.attend_few,
+        {
+            **PAGE,
+            "PAYLOAD": 136_704,
+            "SCALES": 202_240,
+            "NEAR": 4,
+            "SPLITS": 20,
+            "heads": 64,
+            "BLOCKS": 4,
+            "HALF_ROPE": 32,
+            "ALONE": False,
+        },
+        {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
         4,
     ),
     (
@@ -117,18 +133,58 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
-        linear_hopper.stream,
+        linear_few_hopper.few,
         {
             "COLUMNS": 5120,
-            "NB": 5,
-            "SPLITS": 8,
+            "NB": 10,
+            "SPLITS": 4,
             "N": 16,
-            "STAGES": 4,
-            "FUSED": True,
-            "WARPS": 8,
+            "STAGES": 5,
+            "WARPS": 4,
             "KQ": 1,
+            "U": 2,
+            "EARLY": True,
+            "CODES": True,
         },
-        {"w_desc": block("i32", 1, 1, 128, 32), "x_desc": block("bf16", 2, 16, 64), "out_ptr": "*bf16"},
+        {
+            "w_desc": block("fp8e4nv", 1, 1, 64, 128),
+            "x_desc": block("fp8e4nv", 16, 128),
+            "word_ptr": "*u8",
+            "out_ptr": "*bf16",
+        },
+        4,
+    ),
+    (
+        linear_many_hopper.many,
+        {
+            "COLUMNS": 5120,
+            "NB": 10,
+            "SPLITS": 4,
+            "M": 64,
+            "R": 64,
+            "STAGES": 3,
+            "XSTAGES": 3,
+            "WARPS": 4,
+            "CLUSTER": True,
+            "EARLY": True,
+        },
+        {
+            "w_desc": block("fp8e4nv", 64, 128),
+            "x_desc": block("fp8e4nv", 64, 128),
+            "word_ptr": "*u8",
+            "out_ptr": "*bf16",
+        },
+        4,
+    ),
+    (
+        linear_hold_hopper.hold,
+        {"BLOCKS": 10, "M": 128, "R": 128, "STAGES": 3, "EACH": 2},
+        {
+            "w_desc": block("fp8e4nv", 128, 128),
+            "x_desc": block("fp8e4nv", 128, 128),
+            "word_ptr": "*u8",
+            "out_ptr": "*bf16",
+        },
         8,
     ),
     (
@@ -149,20 +205,53 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
-        experts_one_hopper.hidden_one,
-        {"COLUMNS": 5120, "STAGES": 5},
+        experts_one_hopper.one_slot,
+        {"COLUMNS": 5120, "XS": 256, "STAGES": 4, "GATED": True},
         {
-            "w1_desc": block("i32", 2, 32, 16, swizzle=64),
-            "w3_desc": block("i32", 2, 32, 16, swizzle=64),
-            "weight_ptr": "*fp32",
+            **dict.fromkeys(("first_desc", "second_desc"), block("u8", 32, 128)),
+            "x_desc": block("u8", 16, 128),
+            **dict.fromkeys(("weight_ptr", "xs_ptr", "out_scale_ptr"), "*fp32"),
+            **dict.fromkeys(("first_scale_ptr", "second_scale_ptr"), "*u8"),
+            "out_ptr": "*u8",
+        },
+        4,
+    ),
+    (
+        experts_one_hopper.one_slot,
+        {"COLUMNS": 2304, "XS": 128, "STAGES": 5, "GATED": False},
+        {
+            **dict.fromkeys(("first_desc", "second_desc"), block("u8", 32, 128)),
+            "x_desc": block("u8", 16, 128),
+            **dict.fromkeys(("weight_ptr", "xs_ptr", "out_scale_ptr"), "*fp32"),
+            **dict.fromkeys(("first_scale_ptr", "second_scale_ptr"), "*u8"),
             "out_ptr": "*bf16",
         },
         4,
     ),
     (
-        experts_one_hopper.output_one,
-        {"COLUMNS": 2304, "STAGES": 8},
-        {"w2_desc": block("i32", 64, 16, swizzle=64), "out_ptr": "*bf16"},
+        experts_fp8_hopper.tiles_of_eight,
+        {"COLUMNS": 5120, "STAGES": 3, "GATED": True, "SHARED": True, "EARLY": False},
+        {
+            **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 128, swizzle=128)),
+            "shared_desc": block("u8", 64, 128),
+            **dict.fromkeys(("x_ptr", "first_scale_ptr", "second_scale_ptr", "shared_scale_ptr"), "*u8"),
+            **dict.fromkeys(("weight_ptr", "xs_ptr", "out_scale_ptr"), "*fp32"),
+            "out_ptr": "*u8",
+            "total_ptr": "*bf16",
+        },
+        4,
+    ),
+    (
+        experts_fp8_hopper.tiles_of_eight,
+        {"COLUMNS": 384, "STAGES": 3, "GATED": False, "SHARED": True, "EARLY": True},
+        {
+            **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 64, swizzle=64)),
+            "shared_desc": block("u8", 64, 128),
+            **dict.fromkeys(("x_ptr", "first_scale_ptr", "second_scale_ptr", "shared_scale_ptr"), "*u8"),
+            **dict.fromkeys(("weight_ptr", "xs_ptr", "out_scale_ptr"), "*fp32"),
+            "out_ptr": "*bf16",
+            "total_ptr": "*bf16",
+        },
         4,
     ),
     (
@@ -182,20 +271,52 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         mhc_hopper.sublayer_tiles,
-        {"SPLITS": 4, "SP2": 4, "TS": 16, "STAGES": 2},
+        {"T": 128, "SPLITS": 4, "SP2": 4, "TS": 32, "STAGES": 2, "NW": 8, "CODES": True},
         {
-            "x_desc": block("bf16", 64, 64),
-            "y_desc": block("bf16", 64, 64),
-            "out_desc": block("bf16", 64, 64),
-            "scale_ptr": "*fp32",
+            **dict.fromkeys(("x_desc", "y_desc", "out_desc", "row_desc"), block("bf16", 128, 64)),
+            **dict.fromkeys(("scale_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"), "*fp32"),
             "rows_ptr": "*fp64",
-            "new_pre_ptr": "*fp32",
-            "new_post_ptr": "*fp32",
-            "new_comb_ptr": "*fp32",
+            "codes_ptr": "*fp8e4nv",
+            "code_scale_ptr": "*u8",
+        },
+        8,
+    ),
+    (
+        mhc_few_hopper.sublayer_few,
+        {"T": 1, "SPLITS": 40, "SP2": 64, "NW": 4, "CODES": True},
+        {
+            **dict.fromkeys(("scale_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"), "*fp32"),
+            "rows_ptr": "*fp64",
+            "codes_ptr": "*fp8e4nv",
+            "code_scale_ptr": "*u8",
+            "out_ptr": "*bf16",
         },
         4,
     ),
-    (select_slices_triton.top_short, {"CHUNKS": 4, "FEW": 2048, "MODE": 0}, {"key_ptr": "*i32"}, 32),
+    (
+        router_rows_hopper.choose_rows,
+        {"E": 512, "R": 4},
+        {**dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32"), "scale": "fp32"},
+        4,
+    ),
+    *(
+        (
+            select_slices_triton.top_short,
+            {"CHUNKS": 4, "FEW": 2048, "MODE": 0, "ALIGNED": aligned},
+            {"key_ptr": "*i32"},
+            32,
+        )
+        for aligned in (False, True)
+    ),
+    *(
+        (
+            select_many_triton.guess_bound,
+            {"FEW": 2048, "EACH": 16, "MODE": 0, "ALIGNED": aligned},
+            {"guess_ptr": "*fp32"},
+            32,
+        )
+        for aligned in (False, True)
+    ),
     (select_many_triton.filter_row, {"FEW": 2048, "B": 256, "MODE": 0}, {}, 8),
     (
         compress_triton._window,
@@ -217,23 +338,40 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "HALF": 256,
             "HALF_ROPE": 32,
             "FIRST": 1,
-            "SECOND": -1,
+            "SECOND": 8,
             "STAGED": True,
             "ROW_BLOCK": 1024,
+            "OVERLAPS": True,
         },
         {
-            **dict.fromkeys(
-                ("query_weight_ptr", "key_weight_ptr", "query_ptr", "first_ptr", "second_ptr"), "*bf16"
-            ),
+            **dict.fromkeys(("query_weight_ptr", "key_weight_ptr", "query_ptr", "first_ptr"), "*bf16"),
             **dict.fromkeys(("place_ptr", "source_ptr", "target_ptr", "saved_ptr"), "*i64"),
+            **dict.fromkeys(("second_ptr", "second_scale_ptr"), "*u8"),
         },
         4,
     ),
     (
         router_triton._route,
-        {"T": 16, "BE": 64, "BK": 128, "SPLITS": 10, "E": 512, "R": 16, "TILE": 8, "P": 128},
         {
-            **dict.fromkeys(("gate_ptr", "x4_ptr", "x8_ptr"), "*bf16"),
+            "T": 16,
+            "BE": 64,
+            "BK": 128,
+            "LANES": 6,
+            "SPLITS": 20,
+            "SP2": 32,
+            "E": 512,
+            "R": 1,
+            "RQ": 4,
+            "TILE": 8,
+            "P": 128,
+            "ALONE": False,
+            "OWN": False,
+            "PDL": True,
+        },
+        {
+            "gate_ptr": "*bf16",
+            "bands_ptr": "*i32",
+            "powers_ptr": "*fp32",
             **dict.fromkeys(("bias_ptr", "weights_ptr"), "*fp32"),
             "scale": "fp32",
         },
@@ -244,25 +382,6 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         {"W": 128, "M": 2, "R0": 1, "R1": 2, "R2": 1, "R3": 1},
         dict.fromkeys(("fields_ptr", "place_ptr", "entry_ptr", "first_ptr", "kept_ptr"), "*i64"),
         1,
-    ),
-    (
-        feed_forward_hopper.hidden_rows,
-        {"columns": 5120, "T": 8},
-        {
-            **dict.fromkeys(("x4_ptr", "x8_ptr", "out_ptr"), "*bf16"),
-            **dict.fromkeys(("w13_ptr", "s13_ptr"), "*u8"),
-            "weight_ptr": "*fp32",
-        },
-        4,
-    ),
-    (
-        feed_forward_hopper.output_rows,
-        {"columns": 2304, "T": 8},
-        {
-            **dict.fromkeys(("out_ptr", "row_ptr"), "*bf16"),
-            **dict.fromkeys(("shared_ptr", "shared_scale_ptr"), "*u8"),
-        },
-        4,
     ),
     (
         sampling_triton._draw,
@@ -292,13 +411,34 @@ def kind_of(name: str, given: dict[str, str]) -> str:
     return "*i32"
 
 
+def held_once(ttgir: str) -> bool:
+    """Whether every tensor that threads count together (`tally`) has each of its elements in one thread."""
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir))
+    found = re.findall(
+        r"barrier\.red.* : tensor<(\d+)xi32, (?:#ttg\.slice<\{dim = (\d), parent = )?(#\w+)", ttgir
+    )
+    for size, dim, name in found:
+        parts = re.findall(r"\w+ = \[([\d, ]+)\]", layouts[name])[:3]  # a thread's, a warp's, all warps'
+        reach = [
+            math.prod(sizes) for sizes in zip(*(map(int, part.split(",")) for part in parts), strict=True)
+        ]
+        thread = int(parts[0].split(",")[int(dim)]) if dim else 1
+        others = reach.pop(int(dim)) // thread if dim else 1
+        if others > 1 or math.prod(reach) > int(size):
+            return False
+    return True
+
+
 def main() -> None:
     """Compiles every case."""
     for kernel, constants, given, warps in CASES:
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else kind_of(n, given) for n in names}
+        known = ("stride", "count") if constants.get("ALIGNED") else ()
         aligned = {
-            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if signature[n].startswith("*") or n in known
         }
         source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
             kernel, signature, constants, aligned
@@ -310,6 +450,7 @@ def main() -> None:
             "wgmma": "wgmma" in ptx,
             "cubin": len(done.asm["cubin"]),
             "shared": done.metadata.shared,
+            "held_once": held_once(done.asm["ttgir"]),
         }
         print(json.dumps(line), flush=True)
 

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from cedar.kernels.contract import ContractError
 from cedar.kernels.engram_gate import engram_gate
-from cedar.kernels.experts import expand_experts, grouped_experts, swiglu
+from cedar.kernels.experts import expand_experts, grouped_experts, swiglu, swiglu_prepared
 from cedar.kernels.fp4 import pack_fp4_e8m0
 from cedar.kernels.fp8 import dequantize_fp8, quantize_fp8
+from cedar.kernels.linear import linear_fp8
+from cedar.kernels.prepared import CODES
 from cedar.kernels.router import route
 
 
@@ -111,3 +114,35 @@ def test_engram_gate() -> None:
             root = math.copysign(math.sqrt(max(abs(a), 1e-6)), a) if a else 0.0
             gate = 0.0 if is_image[n] else 1 / (1 + math.exp(-root))
             assert torch.equal(got[n, s], (xs + gate * value[n].double()).bfloat16())
+
+
+def test_a_product_takes_what_its_producer_quantised() -> None:
+    """SwiGLU in order CODES is SwiGLU, then quantised; a product of it is that of its values."""
+    generator = torch.Generator().manual_seed(5)
+    halves = (3 * torch.randn(4, 192, generator=generator)).bfloat16()
+    first, second = halves.chunk(2, dim=1)
+    hidden = swiglu_prepared(first, second, 2.0, CODES)
+    values, scale = quantize_fp8(swiglu(first, second, 2.0))
+    assert hidden.scale is not None
+    assert torch.equal(hidden.scale, scale)
+    assert torch.equal(hidden.values.view(torch.uint8), values.view(torch.uint8))
+    weight = torch.randn(40, 96, generator=generator).to(torch.float8_e4m3fn)
+    blocks = torch.full((2, 3), 121, dtype=torch.uint8)
+    want = linear_fp8(dequantize_fp8(values, scale), weight, blocks)
+    assert torch.equal(linear_fp8(hidden, weight, blocks), want)
+    with pytest.raises(ContractError, match="x is in order 0, not 8"):
+        linear_fp8(hidden._replace(order=0), weight, blocks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
+def test_the_kernel_quantises_alike() -> None:
+    pytest.importorskip("triton")
+    from cedar.kernels import experts_triton
+
+    halves = (3 * torch.randn(4, 192, generator=torch.Generator().manual_seed(6))).bfloat16()
+    first, second = halves.chunk(2, dim=1)
+    got, want = experts_triton.swiglu_codes(first, second, 2.0), swiglu_prepared(first, second, 2.0, CODES)
+    assert got.scale is not None
+    assert want.scale is not None
+    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))

@@ -9,6 +9,7 @@ from cedar.kernels.fp8 import pack_window_rows
 from cedar.kernels.latents import Staging, norm_latents
 from cedar.kernels.norm import rms_norm
 from cedar.kernels.paging import PageRangeError
+from cedar.kernels.prepared import CODES
 from cedar.kernels.rope import apply_rope, rope_frequencies, rope_table
 
 EPS = 1e-20
@@ -36,10 +37,10 @@ def test_the_reference_is_the_composition() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
-@pytest.mark.parametrize("orders", [(), (0,), (1, 6)])
+@pytest.mark.parametrize("orders", [(), (0,), (1, 6), (CODES, 0)])
 def test_the_kernel_is_the_reference_bit_for_bit(orders: tuple[int, ...]) -> None:
     pytest.importorskip("triton")
-    from cedar.kernels import latents_ref, latents_triton, linear_triton
+    from cedar.kernels import latents_ref, latents_triton, linear_triton, prepared_ref
 
     latents, query_weight, key_weight = inputs(128 if orders else 96)
     rope = rope_table(POSITIONS, FREQS)
@@ -54,7 +55,14 @@ def test_the_kernel_is_the_reference_bit_for_bit(orders: tuple[int, ...]) -> Non
     assert torch.equal(got, want)
     for order, copy in zip(orders, copies, strict=True):
         assert copy.order == order
-        assert torch.equal(copy.values, linear_triton.permuted(truth, order))
+        if order == CODES:
+            wanted = prepared_ref.prepared(truth, order)
+            assert wanted.scale is not None
+            assert copy.scale is not None
+            assert torch.equal(copy.scale, wanted.scale)
+            assert torch.equal(copy.values.view(torch.uint8), wanted.values.view(torch.uint8))
+        else:
+            assert torch.equal(copy.values, linear_triton.permuted(truth, order))
 
 
 @pytest.mark.parametrize("kernel", [False, True])

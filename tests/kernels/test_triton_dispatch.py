@@ -131,6 +131,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         index_scores_triton,
         linear_triton,
         mhc_triton,
+        router_triton,
         sparse_attention_triton,
     )
 
@@ -144,6 +145,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (linear_triton, "hopper"),
         (mhc_triton, "hopper"),
         (compress_triton, "hopper"),
+        (router_triton, "hopper"),
         (index_scores_triton, "_hopper"),
         (sparse_attention_triton, "_hopper"),
     ):

@@ -13,11 +13,13 @@ from cedar.kernels import (
     linear_ref,
     mhc_ref,
     norm_ref,
+    prepared_ref,
     rope_ref,
     router_ref,
 )
 from cedar.kernels.compress import Entries, EntryPlanes, write_entries
 from cedar.kernels.paging import Plane
+from cedar.kernels.prepared import CODES, NATURAL
 from cedar.kernels.rope import rope_frequencies, rope_table
 
 pytest.importorskip("triton")
@@ -163,9 +165,11 @@ def test_mhc() -> None:
     assert torch.equal(got, streams)
     assert row is not None
     assert torch.equal(row, norm_ref.rms_norm(mhc_ref.collapse(streams, pre), norm, EPS))
-    got, row, new = mhc_triton.sublayer(
-        x, (y, post, comb), pre, (norm, EPS), (fn, scale, base, EPS, 1e-6, 20)
+    got, row, new, quantised = mhc_triton.sublayer(
+        x, (y, post, comb), pre, (norm, EPS), (fn, scale, base, EPS, 1e-6, 20), (NATURAL, CODES)
     )
+    assert [prepared.order for prepared in quantised] == [NATURAL, CODES]
+    assert torch.equal(quantised[0].values, prepared_ref.prepared(row, NATURAL).values)
     assert torch.equal(got, streams)
     assert torch.equal(row, norm_ref.rms_norm(mhc_ref.collapse(streams, pre), norm, EPS))
     for part, want in zip(new, mhc_ref.mix(streams, fn, scale, base, EPS, 1e-6, 20), strict=True):
@@ -221,7 +225,7 @@ def test_engram_gate() -> None:
 
 
 def test_the_router_sorts_its_choices_into_tiles() -> None:
-    from cedar.kernels import linear_triton, router_triton
+    from cedar.kernels import router_triton
 
     tokens, experts, k, rows = 21, 12, 3, 8
     x, gate = normal(tokens, 128).bfloat16(), normal(experts, 128).bfloat16()
@@ -229,8 +233,13 @@ def test_the_router_sorts_its_choices_into_tiles() -> None:
     ids, weights, tiles = router_triton.route_to_tiles(x, gate, torch.zeros(experts), k, 1.5, rows)
     assert torch.equal(ids, want_ids)
     assert torch.allclose(weights, want, rtol=1e-5)
-    assert torch.equal(tiles.for_fp4, linear_triton.permuted(x, linear_triton.FOR_FP4))
-    assert torch.equal(tiles.for_fp8, linear_triton.permuted(x, linear_triton.FOR_FP8))
+    coarse, fine = tiles.bands.view(torch.float8_e4m3fn).to(torch.float32).unbind(1)
+    assert not ((coarse != 0) & (fine != 0)).any()
+    assert bool((coarse.abs()[coarse != 0] >= 16).all())
+    assert bool((fine.abs() < 16).all())
+    read_back = (coarse + fine).view(tokens, -1, 2, 16).transpose(2, 3).reshape(tokens, -1, 32)
+    read_back = read_back * (tiles.scales / 64).unsqueeze(-1)
+    assert torch.equal(read_back.view(tokens, -1), fp8_ref.round_trip(x).to(torch.float32))
     found: dict[int, list[int]] = {}
     for owner, slots in zip(tiles.owners.tolist(), tiles.slots.view(-1, rows).tolist(), strict=True):
         taken = [slot for slot in slots if slot >= 0]

@@ -1,0 +1,114 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Programs of one cluster on Hopper: launched together on neighbouring multiprocessors, they write into one
+another's shared memory.
+
+A kernel is compiled as if it were alone and started in clusters along its grid's first axis: program_id(0) is
+the rank within the cluster. Beside what Gluon allocates it has one area of its own, by its address:
+
+    base = area(SIZE); arrive()          # at the start: this program runs
+    wait(); push(...); arrive(); wait()  # all run; all have written
+    pull(base + ...)
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+AREA_BYTES = 48 * 1024  # what ptxas allows for a variable
+AREA_ALIGNMENT = 1024  # Gluon's shared memory begins after it, and swizzled tiles must be aligned
+
+
+@gluon.constexpr_function
+def area_bytes(size):
+    """Shared memory that an area of `size` bytes takes."""
+    return (size + AREA_ALIGNMENT - 1) // AREA_ALIGNMENT * AREA_ALIGNMENT
+
+
+@gluon.constexpr_function
+def _declaration(size):
+    return f".shared .align 16 .b8 cluster_area[{area_bytes(size)}];\nmov.u32 $0, cluster_area;"
+
+
+@gluon.jit
+def area(SIZE: gl.constexpr):
+    """The address of SIZE bytes; once a kernel."""
+    return gl.inline_asm_elementwise(_declaration(SIZE), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive():
+    """Tells the cluster that this program has come so far and written what it wrote."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait():
+    """Waits until every program of the cluster has arrived, and sees what they wrote."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire.aligned; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def push(base, values, offset, rank, mine):
+    """Writes fp32 `values` to byte `offset` of the area of program `rank` of the cluster, where `mine`: all
+    of one shape and layout.
+    """
+    gl.inline_asm_elementwise(
+        """{
+.reg .b32 a;
+.reg .pred p;
+setp.ne.b32 p, $5, 0;
+add.u32 a, $1, $3;
+mapa.shared::cluster.u32 a, a, $4;
+@p st.shared::cluster.b32 [a], $2;
+mov.b32 $0, a;
+}""",
+        "=r,r,r,r,r,r", [base + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def push_pairs(base, values, offset, rank, mine):
+    """As `push`, two values at a time, which must be neighbours in a thread and in the area."""
+    gl.inline_asm_elementwise(
+        """{
+.reg .b32 a;
+.reg .pred p;
+setp.ne.b32 p, $10, 0;
+add.u32 a, $2, $6;
+mapa.shared::cluster.u32 a, a, $8;
+@p st.shared::cluster.v2.b32 [a], {$4, $5};
+mov.b32 $0, a;
+mov.b32 $1, a;
+}""",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r", [base + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pull(address):
+    """fp32 of this program's area; four neighbours in a thread must be neighbours there, 16 bytes aligned."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,r,r,r", [address],
+        dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int) -> None:
+    """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
+    axis; 1: without clusters. Programmatic launch either way.
+    """
+    if cluster == 1:
+        kernel[grid](*arguments, num_warps=num_warps, launch_pdl=True)
+        return
+    compiled = kernel.run(*arguments, grid=grid, warmup=True, num_warps=num_warps, launch_pdl=True)
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    # (warps, programs a cluster, shared memory): Triton compiles clusters differently and launches them alike
+    compiled.packed_metadata = (compiled.packed_metadata[0], cluster, *compiled.packed_metadata[2:])
+    compiled[grid](*arguments)

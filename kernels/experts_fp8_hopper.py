@@ -1,0 +1,252 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Experts of few tokens on Hopper: tiles of eight slots through FP8 matrix units, gate, up and SwiGLU in one
+launch, down in another (spec §3).
+
+Gate and up take activations in two bands, down in one (`bands_hopper`): nothing quantises its output again.
+The shared expert may be tiles of the same launches: its weights are E4M3 already.
+"""
+
+from __future__ import annotations
+
+import torch
+from cedar.kernels.bands_hopper import (
+    FLAT,
+    SHARED_W,
+    SUM,
+    code_of,
+    copy_scales,
+    quantised,
+    scale_of,
+    to_bytes,
+)
+from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
+from cedar.kernels.router_triton import Tiles
+from cedar.kernels.slot_streams_hopper import (
+    COPY_WORD,
+    COPY_XS,
+    SHARED_HALF,
+    SHARED_X,
+    SHARED_X3,
+    copy_x,
+    stream,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+Packed = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+STAGES = 3  # of 20 KB: three programs a multiprocessor
+
+_ADD = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [16 tokens, 128 channels]
+
+
+@gluon.jit(do_not_specialize=["routed", "tokens"])
+def tiles_of_eight(
+    first_desc, second_desc, shared_desc, x_ptr, xs_ptr, slots_ptr, owners_ptr, weight_ptr, first_scale_ptr,
+    second_scale_ptr, shared_scale_ptr, out_ptr, out_scale_ptr, count_ptr, total_ptr,
+    outputs, k, routed, experts, tokens, limit,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Grid (outputs / 64 or 128, tiles): an expert's products with its slots' rows of x.
+
+    Slot s below `routed` is choice s % k of token s // k, slot routed + n the shared expert's token n; a
+    tile's owner is an expert, -1 for none or, with SHARED, `experts` for the shared expert, whose weights are
+    FP8.
+    GATED: 64 rows of each of two weights, gate and up (the shared expert's stand one over the other); x has a
+    row for a token in two bands; clamp, SwiGLU, routing weight; out: E4M3 bytes [slots, outputs] in
+    `quantise`'s order and their scales. Else 128 rows of one weight (given twice); x has such a row for a
+    slot; out: bf16 [slots, outputs], and with SHARED the last program of a block of outputs adds: total bf16
+    [tokens, outputs] is a token's k routed rows in fp32, first to last, and its shared one (count_ptr, zeros,
+    is left as it was found).
+    EARLY: the tiles are older than the launch before, so weights are asked for before `grid_wait`.
+    """
+    GROUPS: gl.constexpr = 8 if COLUMNS % 256 == 0 else 4
+    BANDS: gl.constexpr = 2 if GATED else 1
+    TALL: gl.constexpr = 64 if GATED else 128
+    tile = gl.program_id(1)
+    row = gl.program_id(0) * TALL
+    if not EARLY:
+        grid_wait()
+        grid_release()
+    owner = gl.load(owners_ptr + tile)
+    if owner >= 0:
+        w_s = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 64, 128], SHARED_W)
+        x_s = gl.allocate_shared_memory(gl.uint8, [STAGES, GROUPS, 8 * BANDS, 32], SHARED_X3)
+        groups = x_s._reinterpret(gl.float8e4nv, [STAGES * GROUPS, 8 * BANDS, 32], SHARED_X)
+        s_s = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 64, GROUPS], FLAT)
+        t_s = gl.allocate_shared_memory(gl.float32, [STAGES, 8, GROUPS], FLAT)
+        bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(bars.index(i), count=1)
+        fence_async_shared()
+        barrier()
+        slots = slots_ptr + tile * 8
+        X: gl.constexpr = copy_x(GROUPS)
+        n = gl.arange(0, 8 * BANDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))
+        byte = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))
+        slot = gl.load(slots + n % 8)
+        g = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, COPY_XS))
+        slot_t = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(1, COPY_XS)))
+        if GATED:
+            x_row = gl.where(slot < routed, slot // k, slot - routed)
+            t_row = gl.where(slot_t < routed, slot_t // k, slot_t - routed)
+        else:
+            x_row = slot
+            t_row = slot_t
+        x_at = gl.maximum(x_row, 0).to(gl.int64) * (BANDS * COLUMNS) + n // 8 * COLUMNS
+        x = x_ptr + (x_at[None, :] + group[:, None] * 32)[:, :, None] + byte[None, None, :]
+        xs = xs_ptr + gl.maximum(t_row, 0).to(gl.int64)[:, None] * (COLUMNS // 32) + g[None, :]
+        mine = (slot >= 0)[None, :, None]
+        mine_t = (slot_t >= 0)[:, None]
+        SECOND: gl.constexpr = 0 if GATED else 64
+        own = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(0, SUM)))
+        if SHARED and owner == experts:
+            second = row + (outputs if GATED else 64)
+            r8 = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_WORD))[:, None]
+            one, two = stream(
+                shared_desc, shared_desc, row, second,
+                shared_scale_ptr + (row + r8) // 32 * (COLUMNS // 32),
+                shared_scale_ptr + (second + r8) // 32 * (COLUMNS // 32),
+                r8, x, xs, mine, mine_t, group[:, None, None], g[None, :], w_s, s_s, x_s, t_s, groups, bars,
+                COLUMNS, STAGES, BANDS, GROUPS, True, EARLY,
+            )  # fmt: skip
+            one = one * 0.015625  # these weights are not 2^-6 of their value
+            two = two * 0.015625
+        else:
+            base = owner * outputs + row
+            r = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_scales(GROUPS)))[:, None]
+            e = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, copy_scales(GROUPS)))[None, :]
+            at = (base + r).to(gl.int64) * (COLUMNS // 32) + e
+            one, two = stream(
+                first_desc, second_desc, base, base + SECOND, first_scale_ptr + at,
+                second_scale_ptr + SECOND * (COLUMNS // 32) + at, r, x, xs, mine, mine_t,
+                group[:, None, None], g[None, :], w_s, s_s, x_s, t_s, groups, bars, COLUMNS, STAGES, BANDS,
+                GROUPS, False, EARLY,
+            )  # fmt: skip
+        inside = (own >= 0)[None, :]
+        place = gl.maximum(own, 0)[None, :].to(gl.int64)
+        c = gl.arange(0, 64, layout=gl.SliceLayout(1, SUM))
+        if GATED:
+            gate = gl.minimum(one.to(gl.bfloat16).to(gl.float32), limit)
+            up = gl.minimum(gl.maximum(two.to(gl.bfloat16).to(gl.float32), -limit), limit)
+            weight = gl.load(weight_ptr + gl.maximum(own, 0), mask=(own >= 0) & (own < routed), other=1.0)
+            hidden = (gate / (1.0 + gl.exp(-gate)) * up * weight[None, :]).to(gl.bfloat16).to(gl.float32)
+            parts = gl.reshape(hidden, [2, 32, 8])
+            code = code_of(gl.max(gl.abs(parts), axis=1))
+            every = gl.convert_layout(code, gl.SliceLayout(1, parts.type.layout))[:, None, :]
+            q = gl.convert_layout(gl.reshape(to_bytes(parts, every), [64, 8]), SUM)
+            to = out_ptr + place * outputs + (row + c // 32 * 32 + c % 2 * 16 + c % 32 // 2)[:, None]
+            gl.store(to, q, mask=inside)
+            L: gl.constexpr = code.type.layout
+            own2 = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(0, L)))[None, :]
+            to2 = gl.maximum(own2, 0) * (outputs // 32) + row // 32
+            to2 += gl.arange(0, 2, layout=gl.SliceLayout(1, L))[:, None]
+            gl.store(out_scale_ptr + to2, scale_of(code), mask=own2 >= 0)
+        else:
+            to = out_ptr + place * outputs + row + c[:, None]
+            gl.store(to, one.to(gl.bfloat16), mask=inside)
+            gl.store(to + 64, two.to(gl.bfloat16), mask=inside)
+        for i in gl.static_range(STAGES):
+            mbarrier.invalidate(bars.index(i))
+    elif EARLY:
+        grid_wait()
+        grid_release()
+    if SHARED and not GATED:
+        barrier()
+        if gl.atomic_add(count_ptr + gl.program_id(0), 1, sem="acq_rel") == gl.num_programs(1) - 1:
+            channel = row + gl.arange(0, 128, layout=gl.SliceLayout(0, _ADD))[None, :]
+            for start in range(0, tokens, 16):
+                token = start + gl.arange(0, 16, layout=gl.SliceLayout(1, _ADD))[:, None]
+                total = gl.full([16, 128], 0.0, gl.float32, _ADD)
+                for i in range(k):
+                    at = out_ptr + (token * k + i).to(gl.int64) * outputs + channel
+                    total += gl.load(at, mask=token < tokens, other=0.0, cache_modifier=".cg").to(gl.float32)
+                at = out_ptr + (routed + token).to(gl.int64) * outputs + channel
+                total += gl.load(at, mask=token < tokens, other=0.0, cache_modifier=".cg").to(gl.float32)
+                at = total_ptr + token.to(gl.int64) * outputs + channel
+                gl.store(at, total.to(gl.bfloat16), mask=token < tokens)
+            gl.atomic_xchg(count_ptr + gl.program_id(0), 0)
+
+
+def _described(weight: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Blocks of 64 rows of stacked packed weights: 256 channels, or 128 where there is no multiple."""
+    wide = columns % 256 == 0
+    layout = SHARED_W.value if wide else SHARED_HALF.value
+    return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[2]), [64, 128 if wide else 64], layout)
+
+
+def experts(
+    x: torch.Tensor,
+    tiles: tuple[torch.Tensor, torch.Tensor, int],
+    weights: torch.Tensor,
+    packed: Packed,
+    k: int,
+    limit: float,
+) -> torch.Tensor:
+    """bf16 [N·k, d]: every slot's output; tiles = (slots, owners, count) of eight slots each.
+
+    x bf16 [N, d]; weights fp32 [N, k]; packed as in `experts_triton.grouped_experts`, all contiguous; d a
+    multiple of 256, the inner width of 128.
+    """
+    tokens, width = x.shape
+    (w1, s1), (w3, s3), (w2, s2) = packed
+    count, inner = w1.shape[:2]
+    rows, scales = quantised(x)
+    hidden = torch.empty(tokens * k, inner, dtype=torch.uint8, device=x.device)
+    hidden_scales = torch.empty(tokens * k, inner // 32, dtype=torch.float32, device=x.device)
+    slots, owners, programs = tiles
+    d1, d3, d2 = _described(w1, width), _described(w3, width), _described(w2, inner)
+    tiles_of_eight[(inner // 64, programs)](
+        d1, d3, d1, rows, scales, slots, owners, weights, s1, s3, s1, hidden, hidden_scales, owners, hidden,
+        inner, k, tokens * k, count, tokens, limit, width, STAGES, True, False, True,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=x.device)
+    tiles_of_eight[(width // 128, programs)](
+        d2, d2, d2, hidden, hidden_scales, slots, owners, weights, s2, s2, s2, y, scales, owners, y,
+        width, k, tokens * k, count, tokens, limit, inner, STAGES, False, False, True,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+def with_shared(
+    tiles: Tiles,
+    weights: torch.Tensor,
+    packed: Packed,
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    k: int,
+    limit: float,
+    counters: torch.Tensor,
+) -> torch.Tensor:
+    """bf16 [N, d]: the sum of routed experts and the shared one, in two launches; tiles of eight slots.
+
+    shared = (w13, its scale, w2, its scale), FP8 weights as bytes; both widths are multiples of 128.
+    counters: int32 zeros, left so.
+    """
+    bands, scales, slots, owners = tiles.bands, tiles.scales, tiles.slots, tiles.owners
+    tokens, width = bands.shape[0], bands.shape[2]
+    (w1, s1), (w3, s3), (w2, s2) = packed
+    w13, s13, shared2, shared_scale2 = shared
+    count, inner = w1.shape[:2]
+    routed, programs = tokens * k, owners.shape[0]
+    hidden = torch.empty(routed + tokens, inner, dtype=torch.uint8, device=bands.device)
+    hidden_scales = torch.empty(routed + tokens, inner // 32, dtype=torch.float32, device=bands.device)
+    d1, d3, d2 = _described(w1, width), _described(w3, width), _described(w2, inner)
+    e13, e2 = (TensorDescriptor.from_tensor(w, [64, 128], SHARED_W.value) for w in (w13, shared2))
+    tiles_of_eight[(inner // 64, programs)](
+        d1, d3, e13, bands, scales, slots, owners, weights, s1, s3, s13, hidden, hidden_scales, counters,
+        hidden, inner, k, routed, count, tokens, limit, width, STAGES, True, True, False,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    y = torch.empty(routed + tokens, width, dtype=torch.bfloat16, device=bands.device)
+    out = torch.empty(tokens, width, dtype=torch.bfloat16, device=bands.device)
+    tiles_of_eight[(width // 128, programs)](
+        d2, d2, e2, hidden, hidden_scales, slots, owners, weights, s2, s2, shared_scale2, y, scales, counters,
+        out, width, k, routed, count, tokens, limit, inner, STAGES, False, True, True,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return out

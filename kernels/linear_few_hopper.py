@@ -1,0 +1,203 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""FP8 products of 1 to 16 tokens on Hopper, one launch: rows of weights are wgmma's rows, tokens its columns.
+Activations come quantised or are quantised on the way in.
+
+Weights go from memory to wgmma as they are. A step of the FP8 product takes 32 channels, just one scale
+group: it has a sum of its own, which fp32 multiplies by both scales and adds. Weights and their scales are
+asked for before `grid_wait`, for they are older than the launch before this one.
+
+Channels are shared out over the SPLITS programs of a cluster, each of which then adds the parts of some rows;
+or, for one token, over the rows of one tile (KQ): row r of the tile is row r % ROWS of the weights, share
+r // ROWS of the channels, the token stands once for every share, and what belongs together is added at the
+end.
+"""
+
+from __future__ import annotations
+
+from cedar.kernels import cluster_hopper as cluster
+from cedar.kernels.codes_hopper import (
+    FLAT,
+    FLAT2,
+    TILE8,
+    fetch_words,
+    power,
+    power_of_two,
+    quantise_into,
+)
+from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+TILE84 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
+
+
+@gluon.constexpr_function
+def sums(warps, n):
+    """wgmma's sum [16 warps rows, n tokens]."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 32])
+
+
+@gluon.constexpr_function
+def joined(warps, rows):
+    """[tokens, rows] fp32, four neighbouring rows a thread."""
+    return gl.BlockedLayout([1, 4], [max(1, 128 // rows), min(32, rows // 4)], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def rows_each(rows, splits):
+    """Rows of which each of `splits` programs adds the parts: a power of two."""
+    return max(4, power_of_two((rows + splits - 1) // splits))
+
+
+@gluon.jit
+def _part(w, x, k: gl.constexpr, zero):
+    """Group k's sum, on its way."""
+    return warpgroup_mma(
+        w.slice(32 * k, 32, dim=1), x.slice(32 * k, 32, dim=1).permute((1, 0)), zero, use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _scaled(acc, part, sw, sx, k: gl.constexpr, WARPS: gl.constexpr, N: gl.constexpr):
+    s = power(sw, k)[:, None] * power(sx, k)[None, :]
+    return acc + gl.reshape(part, [WARPS, 16, N]) * s[:, None, :]
+
+
+@gluon.jit
+def few(
+    w_desc, x_desc, x_ptr, word_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride,
+    COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, KQ: gl.constexpr, U: gl.constexpr, EARLY: gl.constexpr,
+    CODES: gl.constexpr,
+):  # fmt: skip
+    """Grid (SPLITS, outputs / ROWS, ceil(tokens / (N / KQ))): 16 WARPS rows of a tile, NB blocks of 128
+    channels a program, U of them at a time. CODES: activations come quantised.
+    """
+    BLOCKS: gl.constexpr = COLUMNS // 128
+    TALL: gl.constexpr = 16 * WARPS
+    ROWS: gl.constexpr = TALL // KQ
+    TT: gl.constexpr = N // KQ
+    SHARE: gl.constexpr = (BLOCKS + KQ - 1) // KQ
+    SHARES: gl.constexpr = BLOCKS // SHARE  # the tile's rows beyond them are zeros
+    EACH: gl.constexpr = rows_each(ROWS, SPLITS)
+    STRIDE: gl.constexpr = 4 * EACH + 16  # bytes of a token's part in the cluster's area: no bank conflicts
+    W: gl.constexpr = sums(WARPS, N)
+    split = gl.program_id(0)
+    if SPLITS > 1:
+        area = cluster.area(SPLITS * N * STRIDE)
+        cluster.arrive()
+    row = gl.program_id(1) * ROWS
+    token = gl.program_id(2) * TT
+    first = split * NB
+    count = gl.minimum(NB, SHARE - first)
+    raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
+    w_s = raw._reinterpret(gl.float8e4nv, [STAGES, TALL, 128], TILE8)
+    x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB, N, 128], TILE8)
+    sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), WARPS], FLAT)
+    sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), N], FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    if CODES:
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=1)
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(i), TALL * 128, pred=i < count)
+        tma.async_copy_global_to_shared(
+            w_desc, [first + i, 0, row, 0], bars.index(i), raw.index(i), pred=i < count
+        )
+    # a word of scales for every 16 rows and block
+    S: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
+    block = gl.minimum(gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S)), count - 1)
+    r = gl.arange(0, WARPS, layout=gl.SliceLayout(0, S)) * 16
+    share = gl.minimum(r // ROWS, SHARES - 1)
+    line = (row + r % ROWS) // 32 * BLOCKS + share * SHARE + first
+    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + line[None, :] + block[:, None])
+    sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
+    if EARLY:
+        grid_release()
+    grid_wait()
+    if not EARLY:
+        grid_release()
+    if CODES:
+        mbarrier.expect(ready, NB * N * 128)
+        for i in gl.static_range(NB):
+            tma.async_copy_global_to_shared(x_desc, [token, (first + i) * 128], ready, x_s.index(i))
+        fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
+        barrier()
+        mbarrier.wait(ready, 0)
+    else:
+        quantise_into(
+            x_s, sx_s, x_ptr, first, count, token, tokens, x_stride, NB, N, TT, SHARE, SHARES, WARPS
+        )
+        fence_async_shared()
+        barrier()
+    zero = gl.full([TALL, N], 0.0, gl.float32, W)
+    acc = gl.reshape(zero, [WARPS, 16, N])
+    C: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for start in range(0, count, U):
+        parts = ()
+        for u in gl.static_range(U):
+            turn = start + u
+            mbarrier.wait(bars.index(turn % STAGES), (turn // STAGES) & 1)
+            w = w_s.index(turn % STAGES)
+            x = x_s.index(turn)
+            for k in gl.static_range(4):
+                parts += (_part(w, x, k, zero),)  # type: ignore[assignment]
+        parts = warpgroup_mma_wait(0, deps=parts)
+        if NB > STAGES:
+            barrier()
+            for u in gl.static_range(U):
+                next = start + u + STAGES
+                more = next < count
+                slot = next % STAGES
+                mbarrier.expect(bars.index(slot), TALL * 128, pred=more)
+                tma.async_copy_global_to_shared(
+                    w_desc, [first + next, 0, row, 0], bars.index(slot), raw.index(slot), pred=more
+                )
+        for u in gl.static_range(U):
+            sx = sx_s.index(start + u).load(gl.SliceLayout(0, C))
+            sw = sw_s.index(start + u).load(gl.SliceLayout(1, C))
+            for k in gl.static_range(4):
+                acc = _scaled(acc, parts[4 * u + k], sw, sx, k, WARPS, N)
+    total = gl.convert_layout(gl.reshape(acc, [TALL, N]), W)
+    r2 = gl.arange(0, TALL, layout=gl.SliceLayout(1, W))
+    t2 = gl.arange(0, N, layout=gl.SliceLayout(0, W))
+    if SPLITS > 1:
+        offset = (r2 % EACH * 4)[:, None] + ((split * N + t2) * STRIDE)[None, :]
+        mine = (token + t2 < tokens)[None, :] & (offset >= 0)
+        cluster.wait()
+        cluster.push(area, total, offset, (r2 // EACH)[:, None] + offset * 0, mine)
+        cluster.arrive()
+        cluster.wait()
+        J: gl.constexpr = joined(WARPS, EACH)
+        if split * EACH < ROWS:
+            r5 = gl.arange(0, EACH, layout=gl.SliceLayout(0, J))
+            t5 = gl.arange(0, N, layout=gl.SliceLayout(1, J))
+            at = area + (t5 * STRIDE)[:, None] + (r5 * 4)[None, :]
+            whole = cluster.pull(at)
+            for s in gl.static_range(1, SPLITS):
+                whole += cluster.pull(at + s * (N * STRIDE))
+            place = (token + t5)[:, None].to(gl.int64) * outputs + (row + split * EACH + r5)[None, :]
+            gl.store(out_ptr + place, whole.to(gl.bfloat16), mask=(token + t5 < tokens)[:, None])
+    elif KQ > 1:
+        own = gl.where((r2 // ROWS)[:, None] == (t2 // TT)[None, :], total, 0.0)
+        sum = gl.sum(gl.sum(gl.reshape(own, [KQ, ROWS, KQ, TT]), axis=2), axis=0)
+        H: gl.constexpr = sum.type.layout
+        r3 = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, H))
+        t3 = token + gl.arange(0, TT, layout=gl.SliceLayout(0, H))
+        goal = out_ptr + t3[None, :].to(gl.int64) * outputs + r3[:, None]
+        gl.store(goal, sum.to(gl.bfloat16), mask=(t3 < tokens)[None, :])
+    else:
+        goal = out_ptr + (token + t2)[None, :].to(gl.int64) * outputs + (row + r2)[:, None]
+        gl.store(goal, total.to(gl.bfloat16), mask=(token + t2 < tokens)[None, :])

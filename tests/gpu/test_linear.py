@@ -1,0 +1,46 @@
+"""FP8 products on a GPU: every cut computes the product, the same bits each time, whoever quantised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+SHAPES = ((192, 640), (2048, 1152), (17024, 384))
+
+
+def weights(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    payload = (torch.randn(outputs, columns, device="cuda") * 50).to(torch.float8_e4m3fn)
+    scale = torch.randint(110, 120, (outputs // 32, columns // 32), dtype=torch.uint8, device="cuda")
+    return payload, scale
+
+
+def rows(tokens: int, columns: int) -> torch.Tensor:
+    """Activations whose groups of channels differ by orders of magnitude, between other rows."""
+    size = 10.0 ** torch.randn(tokens, columns // 32, 1, device="cuda")
+    x = (torch.randn(tokens, columns // 32, 32, device="cuda") * size).bfloat16().view(tokens, columns)
+    wide = torch.full((tokens, columns + 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+    wide[:, :columns] = x
+    return wide[:, :columns]
+
+
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_every_cut_is_the_product(outputs: int, columns: int) -> None:
+    from cedar.kernels import fp8_ref, linear
+    from cedar.kernels.prepared import CODES
+    from cedar.kernels.prepared_ref import prepared
+    from cedar.ops.bench.kernel_timing import relative_error
+
+    payload, scale = weights(outputs, columns)
+    full = fp8_ref.expand_blocks(payload, scale, torch.float64)
+    for tokens in (1, 9, 40, 200):
+        x = rows(tokens, columns)
+        got = linear.linear_fp8(x, payload, scale)
+        truth = fp8_ref.round_trip(x.contiguous()) @ full.T
+        # the matrix units drop bits of a group's sum that lie 2^13 below its greatest product
+        assert relative_error(got, truth.bfloat16()) < 3e-3, tokens
+        assert relative_error(got, truth) < 1.03 * relative_error(truth.bfloat16(), truth), tokens
+        assert torch.equal(linear.linear_fp8(x, payload, scale), got), tokens
+        assert linear.order_for(tokens, payload) == CODES
+        codes = prepared(x.contiguous(), CODES)
+        same = linear.linear_fp8(torch.zeros_like(x), payload, scale, prepared=(codes,))
+        assert torch.equal(same, got), tokens
