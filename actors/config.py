@@ -86,7 +86,8 @@ class DecodeConfig(PagedConfig):
     ``request_lease_s``: a request that nobody streams is cancelled after so long. ``finished_ttl_s`` and
     ``finished_max`` bound how long and how many ended token logs stay for a stream that broke at the end.
     With ``drafting``, a proposal is verified while the likelihood that it and those before it are accepted is
-    at least ``draft_confidence``.
+    at least ``draft_confidence``. ``prepare_tokens``: on a GPU, steps of every batch size and of contexts up
+    to this long are compiled and captured before the worker is ready.
     """
 
     pages: int = Field(default=512, ge=1)
@@ -96,3 +97,4 @@ class DecodeConfig(PagedConfig):
     finished_max: int = Field(default=1024, ge=0)
     handoff_idle_s: float = Field(default=30.0, gt=0)
     draft_confidence: float = Field(default=0.3, ge=0, le=1)
+    prepare_tokens: int = Field(default=65_536, ge=0)

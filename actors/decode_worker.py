@@ -7,9 +7,11 @@ reading its tokens. Every way out ends in ``free``, once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cedar.actors.config import DecodeConfig
@@ -36,6 +38,9 @@ from cedar.v1.stages_pb2 import (
 
 if TYPE_CHECKING:
     from cedar.model.network import Network
+
+
+_log = logging.getLogger(__name__)
 
 
 class DecodeWorker(StageWorker):
@@ -218,6 +223,7 @@ class DecodeWorker(StageWorker):
                 network=self._given_network,
             )
         )
+        await self._make_ready(thread)
         self.pages = PagePool(config.pages)
         self.slots = SlotPool(config.slots)
         self.events = EngineEvents(self)
@@ -232,6 +238,22 @@ class DecodeWorker(StageWorker):
         self.store.connect(config.store)
         self.background(self._reap())
         self._opened = True
+
+    async def _make_ready(self, thread: EngineThread) -> None:
+        """Compile and capture, before anybody waits, what the first steps would have to. A call for each
+        rung: how long one takes is what the thread is judged by.
+        """
+        network, kv = self.memory.network, self.memory.kv
+        rungs = await thread.call(
+            lambda: network.decode_ladder(kv, self.config.slots, self.config.prepare_tokens)
+        )
+        for number, (batch, tokens) in enumerate(rungs, 1):
+            began = time.monotonic()
+            await thread.call(partial(network.prepare_decode, kv, batch, tokens))
+            _log.info(
+                "decode worker %x: steps of %d sequences of up to %d tokens ready after %.1f s (%d of %d)",
+                self.incarnation, batch, tokens, time.monotonic() - began, number, len(rungs),
+            )  # fmt: skip
 
     async def _reap(self) -> None:
         """End requests that nobody reads, and forget logs that have been read."""

@@ -137,6 +137,9 @@ class DecodeSettings(StageSettings):
     bit, only faster or, in large batches of hard text, slower. Prefill then keeps the module's rings."""
     draft_confidence: Annotated[float, Field(ge=0, le=1)] = 0.3
     """With drafting, a proposal is verified while it and those before it are this likely to be accepted."""
+    prepare_tokens: Annotated[int, Field(ge=0)] = 65_536
+    """On a GPU, steps of every batch size and of contexts up to so many tokens are compiled and captured
+    before a replica is ready; longer ones when they first come up. 0: all of them then."""
     put_queue_bytes: Bytes = 64 * MIB
     """Memory for sealed pages on their way to the store; what does not fit is not stored."""
 

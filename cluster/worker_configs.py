@@ -71,6 +71,7 @@ def decode_config(config: ClusterConfig, host: str) -> DecodeConfig:
         request_lease_s=stage.request_lease_s,
         finished_ttl_s=stage.finished_ttl_s,
         draft_confidence=stage.draft_confidence,
+        prepare_tokens=stage.prepare_tokens,
         put_queue_bytes=stage.put_queue_bytes,
         drafting=config.decode.drafting,
         store_timeout_s=config.deadlines.store_s,

@@ -49,7 +49,8 @@ class Attention:
                 self.eps,
                 window.buffer,
                 window.places,
-                staging=window.staging,
+                self._query_orders(step.rows),
+                window.staging,
             )
         )
         q = self.wq_b(query).view(step.rows, self.heads, -1)
@@ -59,7 +60,15 @@ class Attention:
             self.indexer.select(x.plain, query, step, selection)
         o = self._attend(q, step, selection, window.buffer)
         step.close_window(self.layer, window.buffer)
-        return self.wo_b(grouped_output(o.view(step.rows, self.groups, -1), self.wo_a))
+        o = o.view(step.rows, self.groups, -1)
+        return self.wo_b(grouped_output(o, self.wo_a, self.wo_b.orders(step.rows)))
+
+    def _query_orders(self, rows: int) -> tuple[int, ...]:
+        """In which orders the query latent is wanted quantised."""
+        wanted = self.wq_b.orders(rows)
+        if self.indexer is not None:
+            wanted += self.indexer.wq.orders(rows)
+        return tuple(dict.fromkeys(wanted))
 
     def _attend(
         self, q: torch.Tensor, step: Step, selection: Selection, window: torch.Tensor

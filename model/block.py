@@ -72,10 +72,11 @@ class Layer:
         if taps is not None and self.plan.draft_target:
             streams = residual.settled()
             taps.append(streams.float().mean(1).to(streams.dtype))
-        x = residual.enter(self.attn_mix, self.attn_norm, self.eps)
+        orders = self.attention.latents.orders(step.rows)
+        x = residual.enter(self.attn_mix, self.attn_norm, self.eps, orders)
         attn_out = self.attention(x, step, selection, produce=produce)
         residual.leave(attn_out)
-        x = residual.enter(self.ffn_mix, self.ffn_norm, self.eps)
+        x = residual.enter(self.ffn_mix, self.ffn_norm, self.eps, self.moe.orders(step.rows))
         ffn_out = self.moe(x, step.image_mask)
         residual.leave(ffn_out)
         if observe is not None:

@@ -6,8 +6,7 @@ than they do. A captured step is started at once. Its shapes are fixed, so a bat
 differs from step to step goes through tensors that stay where they are: one copy from pinned memory for the
 fields, one for the page table when a page was added, one for what Engram looked up.
 
-A rung is captured on its second use, or before its first (`prepare`); an eager run compiles what is to be
-compiled. All rungs share one memory pool, because only one of them runs at a time.
+A rung is captured on its second use, or before its first (`prepare`).
 
 Letters: B rows of a rung, V vocabulary, C x E an Engram row.
 """
@@ -15,14 +14,13 @@ Letters: B rows of a rung, V vocabulary, C x E an Engram row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from cedar.kernels.decode_tables import FIELDS
+from cedar.model.captured import Captured, GraphPool
 from cedar.model.config import ModelConfig
 from cedar.model.decode_step import DecodeInputs, DecodeStep, fill_fields
 from cedar.model.engram import LookedUp
@@ -43,6 +41,15 @@ def fits_graphs(config: ModelConfig) -> bool:
     )
 
 
+def ladder(batch: int, pages: int, most_pages: int) -> list[tuple[int, int]]:
+    """Every rung that up to `batch` rows of up to `pages` pages may take, narrow ones first."""
+    rows, width = rung(batch, pages, most_pages)
+    widths = [rung(1, 1, most_pages)[1]]
+    while widths[-1] < width:
+        widths.append(rung(1, widths[-1] + 1, most_pages)[1])
+    return [(1 << power, each) for each in widths for power in range(rows.bit_length())]
+
+
 def rung(batch: int, pages: int, most_pages: int) -> tuple[int, int]:
     """Rows and pages of the smallest rung that holds `batch` rows of at most `pages` pages."""
     rows, width = 1, FEWEST_PAGES
@@ -53,90 +60,90 @@ def rung(batch: int, pages: int, most_pages: int) -> tuple[int, int]:
     return rows, max(1, min(width, most_pages))
 
 
-@dataclass(eq=False)
-class _Host:
-    """Pinned twins of a rung's inputs, and what the page table's rows hold."""
+class SharedInputs:
+    """What differs between two steps of one shape: where the device reads it, with pinned twins."""
 
-    fields: torch.Tensor
-    page_table: torch.Tensor
-    engram: dict[int, LookedUp]
-    rows: list[list[int]] = field(default_factory=list)
+    def __init__(
+        self, text: TextNetwork, memory: KVMemory, fields: Sequence[int], width: int, rows: int
+    ) -> None:
+        """`fields`: shape of the numbers a step is told; `width`: pages a sequence; Engram for `rows`."""
+        device = memory.pages.device
+        self.device = DecodeInputs(
+            torch.zeros(*fields, dtype=torch.int64, device=device),
+            torch.zeros(fields[1], width, dtype=torch.int32, device=device),
+        )
+        self._fields = torch.zeros(*fields, dtype=torch.int64).pin_memory()
+        self._page_table = torch.zeros(fields[1], width, dtype=torch.int32).pin_memory()
+        shapes = text.look_up_shapes(rows)
+        self.engram = {layer: _empty(shape, device) for layer, shape in shapes.items()}
+        self._engram = {layer: _pinned(shape) for layer, shape in shapes.items()}
+        self._rows: list[list[int]] = []  # what the page table's rows hold
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    @property
-    def fields_array(self) -> npt.NDArray[np.int64]:
-        array: npt.NDArray[np.int64] = self.fields.numpy()
+    def begin(self) -> npt.NDArray[np.int64]:
+        """The numbers, to be filled: the copies made before have read them."""
+        self._copied.synchronize()
+        array: npt.NDArray[np.int64] = self._fields.numpy()
         return array
 
-
-class _Rung:
-    """One shape: its inputs on the device, their twins on the host, and the graph once captured."""
-
-    def __init__(self, text: TextNetwork, memory: KVMemory, rows: int, width: int, tokens: int) -> None:
-        device = memory.pages.device
-        self._text = text
-        self._memory = weakref.ref(memory)
-        self._tokens = tokens
-        self.inputs = DecodeInputs(
-            torch.zeros(FIELDS, rows, dtype=torch.int64, device=device),
-            torch.zeros(rows, width, dtype=torch.int32, device=device),
-        )
-        shapes = text.look_up_shapes(rows)
-        self._engram = {layer: _empty(shape, device) for layer, shape in shapes.items()}
-        self._host = _Host(
-            torch.zeros(FIELDS, rows, dtype=torch.int64).pin_memory(),
-            torch.zeros(rows, width, dtype=torch.int32).pin_memory(),
-            {layer: _pinned(shape) for layer, shape in shapes.items()},
-        )
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._logits: torch.Tensor | None = None
-        self.runs = 0
-
-    def fill(self, seqs: Sequence[SequenceState]) -> None:
-        """Put a batch's inputs in place. Returns at once; the copies are ordered before what runs next."""
-        host, rows = self._host, self.inputs.fields.shape[1]
-        self._copied.synchronize()  # the copies before these have read the pinned twins
-        fill_fields(host.fields_array, seqs)
-        self.inputs.fields.copy_(host.fields, non_blocking=True)
-        wanted = [seq.pages for seq in seqs] + [seqs[0].pages] * (rows - len(seqs))
-        if wanted != host.rows:
-            table = host.page_table.numpy()
+    def send(
+        self, seqs: Sequence[SequenceState], found: Mapping[int, LookedUp], places: torch.Tensor | None = None
+    ) -> None:
+        """Put numbers, pages and what Engram looked up in place. Returns at once; the copies are ordered
+        before what runs next. Row r takes found[places[r]]; without `places` its own, or the first past the
+        last.
+        """
+        self.device.fields.copy_(self._fields, non_blocking=True)
+        wanted = [seq.pages for seq in seqs] + [seqs[0].pages] * (self._page_table.shape[0] - len(seqs))
+        if wanted != self._rows:
+            table = self._page_table.numpy()
             for row, pages in enumerate(wanted):
-                if row >= len(host.rows) or host.rows[row] != pages:
+                if row >= len(self._rows) or self._rows[row] != pages:
                     table[row, : len(pages)] = pages[: table.shape[1]]
-            host.rows = [list(pages) for pages in wanted]
-            self.inputs.page_table.copy_(host.page_table, non_blocking=True)
-        for layer, found in self._text.look_up_next(seqs).items():
-            for twin, device, rows_found in zip(host.engram[layer], self._engram[layer], found, strict=True):
-                twin[: len(seqs)] = rows_found
-                twin[len(seqs) :] = rows_found[0]
+            self._rows = [list(pages) for pages in wanted]
+            self.device.page_table.copy_(self._page_table, non_blocking=True)
+        for layer, parts in found.items():
+            for twin, device, part in zip(self._engram[layer], self.engram[layer], parts, strict=True):
+                if places is not None:
+                    torch.index_select(part, 0, places, out=twin)
+                else:
+                    twin[: part.shape[0]] = part
+                    twin[part.shape[0] :] = part[0]
                 device.copy_(twin, non_blocking=True)
         self._copied.record()
 
-    def idle(self) -> None:
-        """Put rows in place that write nothing."""
-        self.inputs.fields.zero_()
 
-    def run(self, pool: Any) -> torch.Tensor:
-        """Logits fp32 [B, V] of the inputs in place; overwritten by the next run of any rung."""
-        self.runs += 1
-        if self.runs == 1:
-            return self._step()
-        if self.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._logits = self._step()
-            self.graph = graph
-        self.graph.replay()
-        assert self._logits is not None
-        return self._logits
+class DecodeRung:
+    """One shape of plain decoding."""
+
+    def __init__(
+        self, text: TextNetwork, memory: KVMemory, rows: int, width: int, tokens: int, pool: GraphPool
+    ) -> None:
+        self._text = text
+        self._memory = weakref.ref(memory)
+        self._tokens = tokens
+        self.inputs = SharedInputs(text, memory, (FIELDS, rows), width, rows)
+        self.step = Captured(self._step, pool)
+
+    def fill(self, seqs: Sequence[SequenceState]) -> None:
+        """Put a batch's inputs in place."""
+        fill_fields(self.inputs.begin(), seqs)
+        spans = [(seq, seq.length, seq.length + 1) for seq in seqs]
+        self.inputs.send(seqs, self._text.look_up_spans(spans))
+
+    def prepare(self) -> None:
+        """Compile and capture, with rows that write nothing."""
+        while self.step.graph is None:
+            self.inputs.device.fields.zero_()
+            self.step()
 
     def _step(self) -> torch.Tensor:
+        """Logits fp32 [B, V]."""
         memory, text = self._memory(), self._text
         assert memory is not None
-        step = DecodeStep(memory, text.config, self.inputs, self._tokens)
+        step = DecodeStep(memory, text.config, self.inputs.device, self._tokens)
         streams, pre = text.embed(step, None)
-        streams, pre = text.run(streams, pre, step, range(text.config.layers), engram=self._engram)
+        streams, pre = text.run(streams, pre, step, range(text.config.layers), engram=self.inputs.engram)
         return text.logits(streams, pre)
 
 
@@ -149,32 +156,43 @@ class DecodeGraphs:
         self._page_tokens = page_tokens
         positions = text.config.max_position_embeddings
         self._most_pages = min(memory.pages.shape[0], -(-positions // page_tokens))
-        self._rungs: dict[tuple[int, int], _Rung] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._rungs: dict[tuple[int, int], DecodeRung] = {}
+        self._pool = GraphPool()
 
     def decode(self, seqs: Sequence[SequenceState]) -> torch.Tensor:
         """Logits fp32 [len(seqs), V], a new tensor, of the sequences' next tokens, checked already."""
-        pages = -(-(max(seq.length for seq in seqs) + 1) // self._page_tokens)
-        one = self._rung(*rung(len(seqs), pages, self._most_pages))
+        one = self._rung(*self.size(len(seqs), max(seq.length for seq in seqs) + 1))
         one.fill(seqs)
-        return one.run(self._pool)[: len(seqs)].clone()
+        return one.step()[: len(seqs)].clone()
+
+    def ladder(self, batch: int, tokens: int) -> list[tuple[int, int]]:
+        """What to `prepare` for up to `batch` sequences of up to `tokens` tokens: (sequences, tokens) of each
+        rung.
+        """
+        pages = min(-(-tokens // self._page_tokens), self._most_pages)
+        rungs = ladder(batch, pages, self._most_pages) if tokens else []
+        return [(rows, width * self._page_tokens) for rows, width in rungs]
 
     def prepare(self, batch: int, tokens: int) -> None:
         """Compile and capture the rung of `batch` sequences of at most `tokens` tokens. Writes no sequence's
         state.
         """
-        one = self._rung(*rung(batch, -(-tokens // self._page_tokens), self._most_pages))
-        while one.graph is None:
-            one.idle()
-            one.run(self._pool)
+        self._rung(*self.size(batch, tokens)).prepare()
 
-    def _rung(self, rows: int, width: int) -> _Rung:
+    def size(self, batch: int, tokens: int) -> tuple[int, int]:
+        """The rung of `batch` sequences of at most `tokens` tokens."""
+        return rung(batch, -(-tokens // self._page_tokens), self._most_pages)
+
+    def _rung(self, rows: int, width: int) -> DecodeRung:
         if (rows, width) not in self._rungs:
-            memory = self._memory()
-            assert memory is not None
             tokens = width * self._page_tokens
-            self._rungs[rows, width] = _Rung(self._text, memory, rows, width, tokens)
+            self._rungs[rows, width] = DecodeRung(self._text, self._held(), rows, width, tokens, self._pool)
         return self._rungs[rows, width]
+
+    def _held(self) -> KVMemory:
+        memory = self._memory()
+        assert memory is not None
+        return memory
 
 
 def _empty(shape: tuple[torch.Size, torch.Size], device: torch.device) -> LookedUp:

@@ -26,10 +26,19 @@ from cedar.model.step import GroupPlan, Span, Step
 class DecodeInputs:
     """What differs between two steps of one shape."""
 
-    fields: (
-        torch.Tensor
-    )  # int64 [FIELDS, B], as `kernels.decode_tables` names them; WRITES is 0 in padding rows
+    fields: torch.Tensor  # int64 [FIELDS or more, B]: `kernels.decode_tables`; WRITES is 0 in padding rows
     page_table: torch.Tensor  # int32 [B, pages]
+
+    @classmethod
+    def of(cls, memory: KVMemory, seqs: Sequence[SequenceState]) -> DecodeInputs:
+        """Those of the sequences' next tokens."""
+        fields = np.empty((FIELDS, len(seqs)), np.int64)
+        fill_fields(fields, seqs)
+        table = np.zeros((len(seqs), max(len(seq.pages) for seq in seqs)), np.int32)
+        for row, seq in enumerate(seqs):
+            table[row, : len(seq.pages)] = seq.pages
+        device = memory.pages.device
+        return cls(torch.from_numpy(fields).to(device), torch.from_numpy(table).to(device))
 
 
 def fill_fields(fields: npt.NDArray[np.int64], seqs: Sequence[SequenceState]) -> None:
@@ -88,15 +97,8 @@ class DecodeStep(Step):
     @classmethod
     def of(cls, memory: KVMemory, config: ModelConfig, seqs: Sequence[SequenceState]) -> DecodeStep:
         """The step of these sequences' next tokens."""
-        fields = np.empty((FIELDS, len(seqs)), np.int64)
-        fill_fields(fields, seqs)
-        table = np.zeros((len(seqs), max(len(seq.pages) for seq in seqs)), np.int32)
-        for row, seq in enumerate(seqs):
-            table[row, : len(seq.pages)] = seq.pages
-        device = memory.pages.device
-        inputs = DecodeInputs(torch.from_numpy(fields).to(device), torch.from_numpy(table).to(device))
         spans = [(seq, seq.length, seq.length + 1) for seq in seqs]
-        return cls(memory, config, inputs, max(end for _, _, end in spans), spans)
+        return cls(memory, config, DecodeInputs.of(memory, seqs), max(end for _, _, end in spans), spans)
 
     @cached_property
     def _tables(self) -> DecodeTables:

@@ -14,7 +14,7 @@ import torch
 from cedar.kernels.experts import expand_experts
 from cedar.kernels.feed_forward import RoutedWeights
 from cedar.kernels.fp8 import expand_fp8_blocks
-from cedar.kernels.linear import linear_dense, linear_fp8
+from cedar.kernels.linear import linear_dense, linear_fp8, order_for
 from cedar.kernels.prepared import Prepared
 
 DEFAULT_EXPANDED_BYTES: Final = 1 << 30
@@ -56,10 +56,15 @@ class Dense:
         expanded = expand_fp8_blocks(weight, scale, torch.float64) if budget.take(weight.numel()) else None
         return cls(weight, scale, expanded)
 
-    def __call__(self, x: torch.Tensor | Rows) -> torch.Tensor:
-        """bf16 [..., I] to bf16 [..., O]."""
-        plain = x.plain if isinstance(x, Rows) else x
-        return linear_fp8(plain, self.weight, self.scale, expanded=self.expanded)
+    def __call__(self, x: torch.Tensor | Rows | Prepared) -> torch.Tensor:
+        """bf16 [..., I], or quantised [N, I], to bf16 [..., O]."""
+        plain, prepared = x if isinstance(x, Rows) else (x, ())
+        return linear_fp8(plain, self.weight, self.scale, expanded=self.expanded, prepared=prepared)
+
+    def orders(self, rows: int) -> tuple[int, ...]:
+        """In which orders a producer of so many `Rows` may spare this product the quantising: one or none."""
+        order = order_for(rows, self.weight)
+        return () if order is None else (order,)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
 import torch
 from cedar.kernels.fp8 import pack_window_rows
 from cedar.kernels.mhc import mhc_collapse
+from cedar.kernels.move_rows import move_rows
 from cedar.kernels.norm import rms_norm
 from cedar.kernels.rope import apply_rope
 from cedar.model.block import Layer
@@ -27,6 +30,18 @@ from cedar.model.state import KVMemory, SequenceState
 from cedar.model.step import Step, WindowPlan
 from cedar.model.step_rows import last, rows_of
 from cedar.model.text import TextNetwork
+
+FIELDS: Final = 4
+ID, POSITION, SLOT, START = range(
+    FIELDS
+)  # the last token, its position, the sequence's slot and `draft_start`
+
+
+def draft_fields(seqs: Sequence[SequenceState], rows: int) -> torch.Tensor:
+    """int64 [FIELDS, rows] on the host; rows past the last repeat the first."""
+    columns = [(seq.ids[seq.length], seq.length, seq.slot, seq.draft_start) for seq in seqs]
+    columns += columns[:1] * (rows - len(columns))
+    return torch.tensor(columns).T.contiguous()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,24 +67,36 @@ class DraftRings:
         self,
         memory: KVMemory,
         taps: Sequence[torch.Tensor],
-        rows: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
+        stays: torch.Tensor,
     ) -> None:
-        """Put some rows of the taps, bf16 [N, d] each, into the rings.
+        """Put rows of the taps, bf16 [N, d] each, into the rings.
 
-        `rows`, `slots`, `positions` int64 [n] on the memory's device; positions of one slot lie within W.
+        `slots`, `positions` int64 [N] and `stays` bool [N], which of the rows, on the memory's device;
+        positions of those in one slot lie within W.
         """
-        main = rms_norm(self.main_proj(torch.cat([tap[rows] for tap in taps], 1)), self.main_norm, self.eps)
+        main = rms_norm(self.main_proj(torch.cat(list(taps), 1)), self.main_norm, self.eps)
+        stages, row = memory.draft_rings.shape[1], memory.draft_rings.shape[3]
+        places = slots * (stages * self.window) + positions % self.window
+        every = torch.arange(main.shape[0], device=main.device)
         for stage, key in enumerate(self.keys):
             latent = rms_norm(key.wkv(main), key.norm, self.eps)
             packed = pack_window_rows(apply_rope(latent, positions, self.freqs))
-            memory.draft_rings[slots, stage, positions % self.window] = packed
+            goal = torch.where(stays, places + stage * self.window, -1)
+            move_rows(packed, every, memory.draft_rings.view(-1, row), goal)
 
     def write_step(self, step: Step, taps: Sequence[torch.Tensor]) -> None:
         """The last W rows of every sequence of a step whose rows have all run the target layers."""
         each = last([end - begin for _, begin, end in step.spans], self.window)
-        self.write(step.memory, taps, *rows_of(step, each))
+        rows, slots, positions = rows_of(step, each)
+        self.write(
+            step.memory,
+            [tap[rows] for tap in taps],
+            slots,
+            positions,
+            torch.ones_like(rows, dtype=torch.bool),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -112,22 +139,22 @@ class DraftNetwork:
     stages: tuple[Layer, ...]
     head: DraftHead | None
 
-    def propose(self, text: TextNetwork, memory: KVMemory, seqs: Sequence[SequenceState]) -> Proposals:
-        """Tokens to follow `ids[length]`, the token that was chosen last and has not run.
+    def propose(self, text: TextNetwork, memory: KVMemory, fields: torch.Tensor) -> Proposals:
+        """Tokens to follow those that were chosen last and have not run, of `fields` int64 [FIELDS, S] on the
+        memory's device.
 
         Raises InputError where only rings are kept.
         """
         if self.head is None:
             raise InputError("stage", "prefill", "'decode' or None to propose tokens")
         block = self.draft.block_size
-        step = BlockStep(memory, self.config, seqs, block)
-        last = torch.tensor([seq.ids[seq.length] for seq in seqs], device=step.device)
-        ids = torch.full((len(seqs), block), self.draft.noise_token_id, device=step.device)
-        ids[:, 0] = last
+        step, before = BlockStep(memory, self.config, fields, block), fields[ID]
+        ids = torch.full((fields.shape[1], block), self.draft.noise_token_id, device=step.device)
+        ids[:, 0] = before
         streams, pre = text.enter(text.embedding[ids.flatten()])
         for stage in self.stages:
             streams, pre = stage.run(streams, pre, step, Selection(), None)
-        return self._choose(text, self.head, mhc_collapse(streams, pre), last)
+        return self._choose(text, self.head, mhc_collapse(streams, pre), before)
 
     def _choose(
         self, text: TextNetwork, head: DraftHead, hidden: torch.Tensor, before: torch.Tensor
@@ -147,34 +174,55 @@ class DraftNetwork:
 
 
 class BlockStep(Step):
-    """K rows of each sequence from position `length` on, as draft stages see them.
+    """K rows of each sequence from the position of its last token on, as draft stages see them.
 
-    A row reads its stage's ring, positions length-W to length-1, and all K rows of its block; nothing is
-    written.
+    A row reads its stage's ring, the W positions before that, and all K rows of its block; nothing is
+    written. Made of `fields` int64 [FIELDS, S] on the memory's device, by shapes alone.
     """
 
-    def __init__(
-        self, memory: KVMemory, config: ModelConfig, seqs: Sequence[SequenceState], block: int
-    ) -> None:
-        super().__init__(memory, config, [(seq, seq.length, seq.length + block) for seq in seqs])
+    def __init__(self, memory: KVMemory, config: ModelConfig, fields: torch.Tensor, block: int) -> None:
+        self.memory = memory
+        self.spans = ()
+        self.device = memory.pages.device
         self.direct = False
+        self.rows = fields.shape[1] * block
+        self._fields = fields
         self._block = block
+        self._window = config.window
         self._first_stage = config.layers
+        self._window_rows: dict[bool, torch.Tensor] = {}
+        self._ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [S·K]."""
+        return (self._fields[POSITION].unsqueeze(1) + self._in_block).flatten()
+
+    @cached_property
+    def image_mask(self) -> torch.Tensor | None:
+        """None: a decoded token is never inside an image."""
+        return None
 
     def open_window(self, layer: int) -> WindowPlan:
         """`rings of the S sequences | the block's rows`, and which are the block's."""
-        ring = self.memory.draft_rings[self.slots, layer - self._first_stage].flatten(0, 1)
+        ring = self.memory.draft_rings[self._fields[SLOT], layer - self._first_stage].flatten(0, 1)
         return WindowPlan(torch.cat((ring, ring.new_empty(self.rows, ring.shape[1]))), self._own_places)
 
-    def close_window(self, layer: int, buffer: torch.Tensor) -> None:
-        """A block's own keys are of no use to the next one."""
+    @cached_property
+    def _in_block(self) -> torch.Tensor:
+        return torch.arange(self._block, device=self.device)
+
+    @cached_property
+    def _own_places(self) -> torch.Tensor:
+        first = self._fields.shape[1] * self._window
+        return torch.arange(first, first + self.rows, device=self.device)
 
     def _plan_window(self, decoder: bool) -> torch.Tensor:
         """int64 [N, W + K]."""
-        window, count = self._window, len(self.spans)
-        number = torch.arange(count).unsqueeze(1)
-        start = torch.tensor([seq.draft_start for seq, _, _ in self.spans]).unsqueeze(1)
-        past = self._begins.unsqueeze(1) + torch.arange(-window, 0)
-        ring = torch.where(past >= start.clamp_min(0), number * window + past % window, -1)
-        own = count * window + self._offsets.unsqueeze(1) + torch.arange(self._block)
-        return torch.cat((ring, own), 1)[self._seq].to(self.device)
+        window, count = self._window, self._fields.shape[1]
+        number = torch.arange(count, device=self.device).unsqueeze(1)
+        past = self._fields[POSITION].unsqueeze(1) + torch.arange(-window, 0, device=self.device)
+        readable = past >= self._fields[START].clamp_min(0).unsqueeze(1)
+        ring = torch.where(readable, number * window + past % window, -1)
+        own = count * window + number * self._block + self._in_block
+        return torch.cat((ring, own), 1).repeat_interleave(self._block, 0)

@@ -25,6 +25,7 @@ from cedar.model.engram_ids import EngramHashPlan, hash_plans
 from cedar.model.state import SequenceState
 
 _STOPPED = -1
+_FEW = 8  # rows of a span up to which lists cost less than tensors
 
 
 class EngramHasher:
@@ -52,8 +53,9 @@ class EngramHasher:
         plans = {layer: plan for layer, plan in self._plans.items() if layer in layers}
         if not plans:
             return {}
-        if all(end - begin == 1 for _, begin, end in spans):
-            windows = np.array([_one_window(seq, begin, self.ngram) for seq, begin, _ in spans], np.int64)
+        if all(end - begin <= _FEW for _, begin, end in spans):
+            each = [_one_window(seq, i, self.ngram) for seq, begin, end in spans for i in range(begin, end)]
+            windows = np.array(each, np.int64)
         else:
             parts = [token_windows(seq, begin, end, self.ngram).numpy() for seq, begin, end in spans]
             windows = np.concatenate(parts)

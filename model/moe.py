@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cedar.kernels.feed_forward import Expanded, SharedWeights, feed_forward
+from cedar.kernels.feed_forward import Expanded, SharedWeights, feed_forward, orders_for
 from cedar.model.dense import Dense, Experts, Plain, Rows
 
 
@@ -36,7 +36,17 @@ class MixtureOfExperts:
             self.per_token,
             self.routed_scale,
             experts.weights,
-            SharedWeights(first.weight, first.scale, second.weight, second.scale),
+            self._shared,
             self.limit,
             Expanded(experts.expanded, first.expanded, second.expanded),
+            rows.prepared,
         )
+
+    def orders(self, rows: int) -> tuple[int, ...]:
+        """In which orders so many rows are wanted quantised."""
+        return orders_for(rows, self.per_token, self.experts.weights, self._shared)
+
+    @property
+    def _shared(self) -> SharedWeights:
+        first, second = self.shared_in, self.shared_out
+        return SharedWeights(first.weight, first.scale, second.weight, second.scale)

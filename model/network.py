@@ -6,7 +6,6 @@ methods work depends on the stage it was loaded for.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Union
@@ -17,7 +16,8 @@ from cedar.kvstore.layout import PageLayout
 from cedar.model.config import ModelConfig
 from cedar.model.decode_graph import DecodeGraphs, fits_graphs
 from cedar.model.decode_step import DecodeStep
-from cedar.model.draft import DraftNetwork, Proposals
+from cedar.model.draft import DraftNetwork, Proposals, draft_fields
+from cedar.model.draft_graph import DraftGraphs
 from cedar.model.errors import InputError
 from cedar.model.images import PreparedImage, content_hash, image_patches, plan_image, prepare_image
 from cedar.model.inputs import image_spans, token_ids
@@ -26,7 +26,7 @@ from cedar.model.schedule import LayerPlan
 from cedar.model.state import KVMemory, SequenceState, StreamTail, check_sequence
 from cedar.model.step import Step
 from cedar.model.text import TextNetwork
-from cedar.model.verification import Verification, VerifyStep
+from cedar.model.verification import Verification, verify_rows
 from cedar.model.vision import VisionTower
 
 if TYPE_CHECKING:
@@ -145,16 +145,23 @@ class Network:
             seq.tail = None
         return logits
 
-    def prepare_decode(self, memory: KVMemory, batches: Sequence[int], tokens: int) -> None:
-        """Get ready for `decode` with these numbers of sequences of at most `tokens` tokens each.
+    def decode_ladder(self, memory: KVMemory, batch: int, tokens: int) -> list[tuple[int, int]]:
+        """What to call `prepare_decode` with, one after the other, so that no step of up to `batch` sequences
+        of up to `tokens` tokens has to wait for a compiler: (sequences, tokens). Empty where steps need no
+        preparation.
+        """
+        self._text()
+        return self._graphs_on(memory).ladder(batch, tokens) if self._uses_graphs else []
+
+    def prepare_decode(self, memory: KVMemory, batch: int, tokens: int) -> None:
+        """Get ready for `decode`, and for drafting, of this many sequences of at most `tokens` tokens each.
 
         On CUDA it compiles and captures what the first such steps would have to; elsewhere it does nothing.
         No sequence's state is touched.
         """
         self._text()
         if self._uses_graphs:
-            for batch in batches:
-                self._graphs_on(memory).prepare(batch, tokens)
+            self._graphs_on(memory).prepare(batch, tokens)
 
     def propose(self, memory: KVMemory, seqs: Sequence[SequenceState]) -> Proposals:
         """What the draft stages expect after `ids[length]` of each sequence. Changes nothing.
@@ -165,7 +172,10 @@ class Network:
         if self.drafts is None:
             raise InputError("drafting", False, "True when the network is loaded, to propose tokens")
         self._check_decoding(memory, seqs)
-        return self.drafts.propose(text, memory, seqs)
+        graphs = self._graphs_on(memory) if self._uses_graphs else None
+        if isinstance(graphs, DraftGraphs) and self.drafts.head is not None:
+            return graphs.propose(seqs)
+        return self.drafts.propose(text, memory, draft_fields(seqs, len(seqs)).to(self.device))
 
     def verify(
         self, memory: KVMemory, seqs: Sequence[SequenceState], proposed: Sequence[Sequence[int]]
@@ -174,30 +184,28 @@ class Network:
 
         The first row's logits are those of `decode`, the next ones those it would give if the proposals were
         the tokens that come. Lengths and ids stay as they were until the caller says how many rows to keep:
-        `Verification.commit`, which must come before anything else runs on these sequences. Raises InputError
+        `Verification.commit`, which must come before anything else runs on this memory. Raises InputError
         before anything runs.
         """
         text = self._text()
         self._check_decoding(memory, seqs)
-        for seq, tokens in zip(seqs, proposed, strict=True):
-            if tokens and len(seq.ids) != seq.length + 1:
+        for seq, some in zip(seqs, proposed, strict=True):
+            if some and len(seq.ids) != seq.length + 1:
                 raise InputError("ids", len(seq.ids), f"{seq.length + 1}: proposals follow the last of them")
-        spans = [(seq, seq.length, seq.length + 1 + len(t)) for seq, t in zip(seqs, proposed, strict=True)]
+        tokens = [[seq.ids[seq.length], *some] for seq, some in zip(seqs, proposed, strict=True)]
         try:
-            for seq, tokens in zip(seqs, proposed, strict=True):
-                seq.ids.extend(tokens)
-            for seq, _, end in spans:
-                check_sequence(seq, end, memory, self.config, self.layout.page_tokens)
-            step, taps = VerifyStep(memory, self.config, spans), self._taps()
-            streams, pre = text.embed(step, None)
-            streams, pre = text.run(streams, pre, step, range(self.config.layers), taps=taps)
+            for seq, some in zip(seqs, proposed, strict=True):
+                seq.ids.extend(some)
+            for seq, some in zip(seqs, tokens, strict=True):
+                check_sequence(seq, seq.length + len(some), memory, self.config, self.layout.page_tokens)
+            graphs = self._graphs_on(memory) if self._uses_graphs else None
+            if isinstance(graphs, DraftGraphs) and max(map(len, tokens)) <= graphs.most_rows:
+                return graphs.verify(seqs, tokens)
+            rings = None if self.drafts is None else self.drafts.rings
+            return verify_rows(text, memory, seqs, tokens, rings)
         finally:
-            for seq, tokens in zip(seqs, proposed, strict=True):
-                del seq.ids[len(seq.ids) - len(tokens) :]
-        ends = list(itertools.accumulate(end - begin for _, begin, end in spans))
-        rows = tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
-        rings = None if self.drafts is None else self.drafts.rings
-        return Verification(text.logits(streams, pre), rows, step, taps or [], rings)
+            for seq, some in zip(seqs, proposed, strict=True):
+                del seq.ids[len(seq.ids) - len(some) :]
 
     def encode_image(self, prepared: PreparedImage) -> torch.Tensor:
         """bf16 [span, d], the rows that stand for an image in a prompt: start, rows and newlines, end."""
@@ -295,14 +303,17 @@ class Network:
 
     @property
     def _uses_graphs(self) -> bool:
-        """Whether `decode` replays CUDA graphs. With a draft module it is `verify` that runs, and taps are
-        kept.
-        """
-        return self.device.type == "cuda" and self.drafts is None and fits_graphs(self.config)
+        """Whether steps replay CUDA graphs."""
+        return self.device.type == "cuda" and fits_graphs(self.config)
 
     def _graphs_on(self, memory: KVMemory) -> DecodeGraphs:
         if memory not in self._graphs:
-            self._graphs[memory] = DecodeGraphs(self._text(), memory, self.layout.page_tokens)
+            text, page_tokens = self._text(), self.layout.page_tokens
+            self._graphs[memory] = (
+                DecodeGraphs(text, memory, page_tokens)
+                if self.drafts is None
+                else DraftGraphs(text, memory, page_tokens, self.drafts)
+            )
         return self._graphs[memory]
 
     def _taps(self) -> list[torch.Tensor] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from cedar.kernels.mhc import mhc_boundary, mhc_collapse, mhc_expand, mhc_mix
 from cedar.kernels.norm import rms_norm
+from cedar.kernels.prepared import Prepared
 from cedar.model.dense import Rows
 
 
@@ -46,17 +47,21 @@ class Residual:
         self._mixed: tuple[torch.Tensor, torch.Tensor] | None = None  # post, comb of the sublayer entered
         self._output: torch.Tensor | None = None
 
-    def enter(self, mix: StreamMix, norm: torch.Tensor, eps: float) -> Rows:
-        """The normed rows bf16 [N, d] that a sublayer with this mix and norm starts from."""
+    def enter(self, mix: StreamMix, norm: torch.Tensor, eps: float, orders: tuple[int, ...] = ()) -> Rows:
+        """The normed rows bf16 [N, d] that a sublayer with this mix and norm starts from; quantised in
+        `orders` too where that costs no launch.
+        """
+        prepared: tuple[Prepared, ...] = ()
         if self._output is not None and self._mixed is not None:
-            self._streams, row, (self.pre, post, comb) = mhc_boundary(
-                self._streams, self._output, *self._mixed, self.pre, norm, eps, mix=mix.arguments
-            )
+            given = self._streams, self._output, *self._mixed, self.pre, norm, eps
+            mixer = mix.arguments
+            self._streams, row, mixed, prepared = mhc_boundary(*given, mix=mixer, orders=orders)
+            self.pre, post, comb = mixed
         else:
             row = self.collapsed(norm, eps)
             self.pre, post, comb = mhc_mix(self._streams, *mix.arguments)
         self._mixed, self._output = (post, comb), None
-        return Rows(row)
+        return Rows(row, prepared)
 
     def leave(self, output: torch.Tensor) -> None:
         """The entered sublayer's output bf16 [N, d]."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from cedar.kernels.fp8 import window_row_bytes
 from cedar.kvstore.layout import PageLayout
-from cedar.model.config import ModelConfig
+from cedar.model.config import DraftConfig, ModelConfig
 from cedar.model.errors import InputError
 from cedar.model.spans import ImageSpan
 
@@ -27,9 +27,14 @@ class KVMemory:
     """The tensors of one engine; pages and slots are handed out by its owner, not here."""
 
     pages: torch.Tensor  # uint8 [P, page_bytes]
-    rings: torch.Tensor  # uint8 [S, L, W, D + D/32]
+    ring_storage: torch.Tensor  # uint8 [S + X, L, W, D + D/32]: rings, then room for rows that may not stay
     tails: torch.Tensor  # fp32 [S, sources with m > 1, 2 (kv, gate), largest m - 1, D]
     draft_rings: torch.Tensor  # uint8 [S, draft stages or 0, W, D + D/32]
+
+    @property
+    def rings(self) -> torch.Tensor:
+        """uint8 [S, L, W, D + D/32]."""
+        return self.ring_storage[: self.draft_rings.shape[0]]
 
     @classmethod
     def allocate(
@@ -46,13 +51,16 @@ class KVMemory:
 
         Unused bytes of a page stay zero for ever.
         """
-        stages = config.draft.stages if drafting and config.draft is not None else 0
+        draft = config.draft if drafting else None
+        stages, spare = (0, 0) if draft is None else (draft.stages, _spare_slots(config, draft, slots))
         ratios = tailed_ratios(config)
         depth = max(ratios, default=1) - 1
         row = window_row_bytes(config.head_dim)
         return cls(
             pages=torch.zeros(pages, layout.page_bytes, dtype=torch.uint8, device=device),
-            rings=torch.zeros(slots, config.layers, config.window, row, dtype=torch.uint8, device=device),
+            ring_storage=torch.zeros(
+                slots + spare, config.layers, config.window, row, dtype=torch.uint8, device=device
+            ),
             tails=torch.zeros(slots, len(ratios), 2, depth, config.head_dim, device=device),
             draft_rings=torch.zeros(slots, stages, config.window, row, dtype=torch.uint8, device=device),
         )
@@ -60,7 +68,13 @@ class KVMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return sum(t.nbytes for t in (self.pages, self.rings, self.tails, self.draft_rings))
+        return sum(t.nbytes for t in (self.pages, self.ring_storage, self.tails, self.draft_rings))
+
+
+def _spare_slots(config: ModelConfig, draft: DraftConfig, slots: int) -> int:
+    """Slots whose windows hold a block of every sequence, their number rounded up to a power of two."""
+    rows = (1 << (slots - 1).bit_length()) * (draft.block_size + 1)
+    return -(-rows // config.window)
 
 
 def tailed_ratios(config: ModelConfig) -> tuple[int, ...]:

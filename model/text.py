@@ -18,8 +18,7 @@ from cedar.model.engram import EngramHasher, LookedUp
 from cedar.model.errors import InputError
 from cedar.model.residual import Residual
 from cedar.model.sources import Selection
-from cedar.model.state import SequenceState
-from cedar.model.step import Step
+from cedar.model.step import Span, Step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -74,11 +73,10 @@ class TextNetwork:
                 found[number] = engram.look_up(rows)
         return found
 
-    def look_up_next(self, seqs: Sequence[SequenceState]) -> dict[int, LookedUp]:
-        """As `look_up`, of each sequence's next token."""
+    def look_up_spans(self, spans: Sequence[Span]) -> dict[int, LookedUp]:
+        """As `look_up`, for every layer, of the tokens of some spans."""
         if self.hasher is None:
             return {}
-        spans = [(seq, seq.length, seq.length + 1) for seq in seqs]
         return self.look_up(self.hasher.rows(spans, range(self.config.layers)))
 
     def look_up_shapes(self, rows: int) -> dict[int, tuple[torch.Size, torch.Size]]:

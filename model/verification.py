@@ -1,70 +1,18 @@
-"""Several tokens of a sequence in one step, of which only a beginning may stay (spec §9).
-
-A rejected row must leave nothing behind that a later one could read. Window rings would lose rows that are
-still needed (position i overwrites i-W), and tails those of an open group, so a `VerifyStep` keeps what it
-would write and `Verification.commit` writes it for the rows that stay. Entries of global keys go to their
-pages at once, since later rows of the same step read them: those of rejected groups lie beyond what any row
-may see, and the tokens that come instead write them anew.
-"""
+"""What the backbone says of proposed tokens, and keeping what it agrees with (spec §9)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from cedar.kernels.latents import Staging
-from cedar.model.config import ModelConfig
+from cedar.model.decode_step import DecodeInputs
 from cedar.model.draft import DraftRings
 from cedar.model.errors import InputError
-from cedar.model.state import KVMemory
-from cedar.model.step import Span, Step, WindowPlan
-from cedar.model.step_rows import last, rows_of
-
-
-class VerifyStep(Step):
-    """A step whose ring and tail writes wait for `commit`."""
-
-    def __init__(self, memory: KVMemory, config: ModelConfig, spans: Sequence[Span]) -> None:
-        super().__init__(memory, config, spans)
-        self.direct = False  # also with one row a sequence: nothing may be written before its time
-        self._rings: dict[int, torch.Tensor] = {}
-        self._tails: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def open_window(self, layer: int) -> WindowPlan:
-        """As `Step.open_window`, with rings that are only read."""
-        buffer, places, staging = super().open_window(layer)
-        assert staging is not None
-        rings, sources = staging.rings, self._every_source
-        return WindowPlan(buffer, places, Staging(rings, sources, torch.full_like(places, -1), self._saved))
-
-    @cached_property
-    def _every_source(self) -> torch.Tensor:
-        first = (self.slots * self._slot_stride).unsqueeze(1)
-        return (first + torch.arange(self._window, device=self.device)).flatten()
-
-    def close_window(self, layer: int, buffer: torch.Tensor) -> None:
-        """Keep the layer's window rows uint8 [N, B]."""
-        self._rings[layer] = buffer[-self.rows :]
-
-    def write_tails(self, tail: int, ratio: int, kv: torch.Tensor, gate: torch.Tensor) -> None:
-        """Keep what a source's groups are made of, fp32 [N, D] each."""
-        self._tails[tail] = (ratio, torch.stack((kv, gate), 1))
-
-    def commit(self, kept: Sequence[int]) -> None:
-        """Write rings and tails as if only the first `kept` rows of each sequence had run."""
-        rows, slots, places = rows_of(self, last(kept, self._window))
-        layers = torch.tensor(sorted(self._rings), device=self.device)
-        written = torch.stack([self._rings[layer][rows] for layer in sorted(self._rings)], 1)
-        self.memory.rings[slots.unsqueeze(1), layers, (places % self._window).unsqueeze(1)] = written
-        for tail, (ratio, values) in self._tails.items():
-            open_rows = []
-            for (_, begin, _), count in zip(self.spans, kept, strict=True):
-                group = (begin + count) // ratio * ratio
-                open_rows.append(range(max(0, group - begin), count))
-            rows, slots, places = rows_of(self, open_rows)
-            self.memory.tails[slots, tail, :, places % ratio] = values[rows]
+from cedar.model.state import KVMemory, SequenceState
+from cedar.model.text import TextNetwork
+from cedar.model.verify_step import BlockRows, VerifyStep, commit_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +21,8 @@ class Verification:
 
     logits: torch.Tensor  # fp32 [N, V], rows of the sequences one after the other
     rows: tuple[range, ...]  # of each sequence: that of its last token, then those of its proposals
-    step: VerifyStep
-    taps: list[torch.Tensor]
-    rings: DraftRings | None
+    seqs: tuple[SequenceState, ...]
+    write: Callable[[Sequence[int]], None]  # lets the first rows of each sequence have run
 
     def commit(self, kept: Sequence[int]) -> None:
         """Let the first `kept` rows of each sequence have run, at least one of each; lengths grow by it.
@@ -85,13 +32,39 @@ class Verification:
         for number, (count, rows) in enumerate(zip(kept, self.rows, strict=True)):
             if not 1 <= count <= len(rows):
                 raise InputError(f"kept[{number}]", count, f"from 1 to {len(rows)}")
-        self.step.commit(kept)
-        if self.rings is not None:
-            some = rows_of(self.step, last(kept, self.rings.window))
-            self.rings.write(self.step.memory, self.taps, *some)
-        for (seq, _, _), count in zip(self.step.spans, kept, strict=True):
+        self.write(kept)
+        for seq, count in zip(self.seqs, kept, strict=True):
             seq.length += count
             seq.tail = None
+
+
+def verify_rows(
+    text: TextNetwork,
+    memory: KVMemory,
+    seqs: Sequence[SequenceState],
+    tokens: Sequence[Sequence[int]],
+    rings: DraftRings | None,
+) -> Verification:
+    """Run `tokens` of each sequence, which are its `ids` from `length` on, through every layer."""
+    spans = [(seq, seq.length, seq.length + len(some)) for seq, some in zip(seqs, tokens, strict=True)]
+    device, most = memory.pages.device, max(end for _, _, end in spans)
+    rows, inputs = BlockRows.tight(tokens, device), DecodeInputs.of(memory, seqs)
+    step = VerifyStep(memory, text.config, inputs, rows, most)
+    taps: list[torch.Tensor] | None = None if rings is None else []
+    streams, pre = text.embed(step, None)
+    engram, layers = text.look_up_spans(spans), range(text.config.layers)
+    streams, pre = text.run(streams, pre, step, layers, taps=taps, engram=engram)
+
+    def write(kept: Sequence[int]) -> None:
+        commit_rows(step, taps or [], rings, torch.tensor(kept).to(device))
+
+    return Verification(text.logits(streams, pre), consecutive(tokens), tuple(seqs), write)
+
+
+def consecutive(tokens: Sequence[Sequence[int]]) -> tuple[range, ...]:
+    """Rows of each sequence where all of them lie one after the other."""
+    firsts = [0, *itertools.accumulate(len(some) for some in tokens)]
+    return tuple(range(a, b) for a, b in itertools.pairwise(firsts))
 
 
 def rows_kept(proposed: Sequence[int], said: Sequence[int]) -> int:

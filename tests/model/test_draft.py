@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cedar.kernels.decode_tables import FIELDS
 from cedar.model import load_network
 from cedar.model.config import parse_config
+from cedar.model.decode_step import DecodeInputs, fill_fields
 from cedar.model.draft import Proposals
+from cedar.model.engram import LookedUp
 from cedar.model.errors import ConfigError, InputError
 from cedar.model.inputs import image_spans
 from cedar.model.network import Network
@@ -21,6 +24,7 @@ from cedar.model.schedule import check_drafting
 from cedar.model.state import KVMemory, SequenceState
 from cedar.model.tensors import stage_tensors
 from cedar.model.verification import rows_kept
+from cedar.model.verify_step import BlockRows, VerifyStep, commit_rows
 from cedar.model.window_record import export_window, import_window
 
 from .sequences import leftover_memory, run, sequence, snapshot, unchanged
@@ -145,6 +149,51 @@ def test_a_batch_of_all_kinds(drafting: Network, golden: Path, ids: list[int]) -
             seq.ids = [*prompts[number], *truths[number].tokens[: said[number]]]
             assert export_window(drafting, memory, seq) == truths[number].records[said[number] - 1]
             assert truths[number].same_pages(drafting, memory, seq)
+
+
+def test_a_padded_step_is_the_tight_one(drafting: Network, ids: list[int]) -> None:
+    """As a captured step has them: rows and sequences that repeat others and write nothing."""
+    memory, twin = leftover_memory(drafting), leftover_memory(drafting)
+    seqs = [room(drafting, ids[3 * i : 20 + 7 * i], 20, slot=i, first_page=10 * i) for i in range(3)]
+    for seq in seqs:
+        for some in (memory, twin):
+            seq.length, seq.decoder_start = 0, 0
+            run(drafting, some, seq, [len(seq.ids)])
+        seq.ids.append(9 + seq.slot)
+    proposed, kept = [[11, 12, 13], [], [14]], [3, 1, 1]
+    tight = drafting.verify(memory, seqs, proposed)
+    fields, block = torch.empty(FIELDS, 5, dtype=torch.int64), 6
+    fill_fields(fields.numpy(), seqs)
+    padded = torch.full((5, block), 17)
+    for row, (seq, some) in enumerate(zip(seqs, proposed, strict=True)):
+        padded[row, : 1 + len(some)] = torch.tensor([seq.ids[-1], *some])
+    table = torch.zeros(5, 2, dtype=torch.int32)
+    table[:3] = torch.tensor([seq.pages[:2] for seq in seqs])
+    rows = BlockRows.padded(padded, torch.tensor([4, 1, 2, 1, 1]))
+    step, taps = (
+        VerifyStep(twin, drafting.config, DecodeInputs(fields, table), rows, 64),
+        list[torch.Tensor](),
+    )
+    text, drafts = drafting.text, drafting.drafts
+    assert text is not None
+    assert drafts is not None
+    offsets = [range(4), range(6, 7), range(12, 14)]
+    engram = {}
+    for seq, some in zip(seqs, proposed, strict=True):
+        seq.ids.extend(some)
+    for layer, parts in text.look_up_spans([(s, s.length, len(s.ids)) for s in seqs]).items():
+        places = torch.zeros(5 * block, dtype=torch.int64)
+        for rows_of_seq, first in zip(offsets, (0, 4, 5), strict=True):
+            places[rows_of_seq.start : rows_of_seq.stop] = torch.arange(len(rows_of_seq)) + first
+        engram[layer] = LookedUp(*(part[places] for part in parts))
+    for seq, some in zip(seqs, proposed, strict=True):
+        del seq.ids[len(seq.ids) - len(some) :]
+    layers = range(drafting.config.layers)
+    logits = text.logits(*text.run(*text.embed(step, None), step, layers, taps=taps, engram=engram))
+    assert torch.equal(torch.cat([logits[r.start : r.stop] for r in offsets]), tight.logits)
+    tight.commit(kept)
+    commit_rows(step, taps, drafts.rings, torch.tensor([*kept, 1, 1]))
+    assert unchanged(twin, snapshot(memory))
 
 
 def test_drafting_with_its_own_proposals_gives_the_tokens_of_decode(
