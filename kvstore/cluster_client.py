@@ -3,7 +3,8 @@
 Every page names its run, every run has its holders (``members``), so each call goes straight to the nodes
 that matter, to all of them at once: a look-up of a whole chain is one round trip, however many nodes hold it.
 A node that is dead, slow or busy is passed over for the next holder, and what nobody gives is a miss.
-When a node answers that the member list is another, it is taken over and the call is made once more.
+When a node answers that the member list is another, it is taken over and the call is made once more. When
+nobody on the list is left to answer, nodes of earlier lists are asked for a newer one (``earlier_nodes``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from cedar.kvstore.client import Match
 from cedar.kvstore.clock import Clock, SystemClock
 from cedar.kvstore.cluster_config import ClusterClientConfig
 from cedar.kvstore.config import MIB
+from cedar.kvstore.earlier_nodes import EarlierNodes
 from cedar.kvstore.epochs import request_metadata
 from cedar.kvstore.errors import InvalidRequest
 from cedar.kvstore.hedge import HedgeTimer
 from cedar.kvstore.keys import KEY_BYTES
 from cedar.kvstore.member_feed import MemberFeed
-from cedar.kvstore.members import MemberList
+from cedar.kvstore.members import Member, MemberList
 from cedar.kvstore.node_client import NodeClient
 from cedar.kvstore.placement import Run, run_of, runs_of
 from cedar.kvstore.put import PutCounts
@@ -72,6 +74,8 @@ class ClusterClient:
         self._timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._match_timer = HedgeTimer(least_s=self.config.hedge_least_s, most_s=self.config.hedge_most_s)
         self._closing: set[asyncio.Task[None]] = set()
+        self._earlier = EarlierNodes()
+        self._asking: asyncio.Task[None] | None = None
         self._started: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -166,9 +170,10 @@ class ClusterClient:
     async def close(self) -> None:
         """End running fetches and close every connection; from now on everything is a miss."""
         self._closed = True
-        if self._started is not None:
-            self._started.cancel()
-            await asyncio.wait([self._started])
+        for task in (self._started, self._asking):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         await self.feed.stop()
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
@@ -187,11 +192,12 @@ class ClusterClient:
     async def purge(self, tenant: bytes) -> PurgeReport:
         """Remove everything of a tenant from every node and tier; who could not be reached is reported.
 
-        A node that was away learns of it from the others when it is back, before it serves again.
+        A node that was away learns of it from the others when it is back, before it serves again. While the
+        list is empty it goes to the nodes that were listed before: with nobody told, nobody could learn.
         """
         await self._plan()
         return await purge_everywhere(
-            self.feed.current.members,
+            self.feed.current.members or self._earlier.known,
             tenant,
             timeout_s=self.config.purge_timeout_s,
             transport=self._transport,
@@ -234,6 +240,7 @@ class ClusterClient:
                 self._started = asyncio.get_running_loop().create_task(self.feed.start())
             if not self._started.done():
                 await asyncio.wait([self._started], timeout=self.config.node.match_timeout_s)
+            await self._look_for_a_list()
             members = self.feed.current
         self._let_go(members)
         copies = members.copies or self.config.copies
@@ -246,21 +253,50 @@ class ClusterClient:
 
         return Plan(members, holders, copies)
 
+    async def _look_for_a_list(self) -> None:
+        """Ask nodes of earlier lists if nobody on this one answers; waited for only when there is nobody on it."""
+        members = self.feed.current
+        self._earlier.listed(members)
+        if any(not self._is_resting(member) for member in members.members):
+            return
+        if self._asking is None or self._asking.done():
+            loop = asyncio.get_running_loop()
+            if nodes := self._earlier.to_ask(members, loop.time()):
+                self._asking = loop.create_task(self._ask_for_a_list(nodes))
+        if self._asking is not None and not self._asking.done() and not members.members:
+            await asyncio.wait([self._asking], timeout=self.config.node.match_timeout_s)
+
+    async def _ask_for_a_list(self, nodes: Sequence[Member]) -> None:
+        """Ask each something small: who knows a newer list refuses, and encloses it."""
+        self.counters["earlier_nodes_asked"] += len(nodes)
+        clients = [self._node_client(member.node_id, member.address) for member in nodes]
+        try:
+            await asyncio.gather(*(client.match(bytes(KEY_BYTES), []) for client in clients))
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+
+    def _is_resting(self, member: Member) -> bool:
+        client = self._clients.get((member.node_id, member.address))
+        return client is not None and client.resting
+
     def _client(self, node_id: str, address: str) -> NodeClient:
         client = self._clients.get((node_id, address))
         if client is None:
-            nodes = max(len(self.feed.current.members), 1)
-            ahead = max(self.config.read_ahead_bytes // nodes, 2 * MIB)
-            client = self._clients[node_id, address] = NodeClient(
-                address,
-                fingerprint=self._fingerprint,
-                config=replace(self.config.node, read_ahead_bytes=ahead),
-                metadata=lambda: request_metadata(self.feed.current, node_id),
-                on_list=self.feed.publish,
-                on_copied=lambda page: self._copies.learn(page, self.feed.current.epoch),
-                transport=self._transport,
-            )
+            client = self._clients[node_id, address] = self._node_client(node_id, address)
         return client
+
+    def _node_client(self, node_id: str, address: str) -> NodeClient:
+        nodes = max(len(self.feed.current.members), 1)
+        ahead = max(self.config.read_ahead_bytes // nodes, 2 * MIB)
+        return NodeClient(
+            address,
+            fingerprint=self._fingerprint,
+            config=replace(self.config.node, read_ahead_bytes=ahead),
+            metadata=lambda: request_metadata(self.feed.current, node_id),
+            on_list=self.feed.publish,
+            on_copied=lambda page: self._copies.learn(page, self.feed.current.epoch),
+            transport=self._transport,
+        )
 
     def _let_go(self, members: MemberList) -> None:
         """Close connections to nodes that are listed no more; running streams end as misses."""
