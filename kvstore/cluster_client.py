@@ -254,10 +254,10 @@ class ClusterClient:
         return Plan(members, holders, copies)
 
     async def _look_for_a_list(self) -> None:
-        """Ask nodes of earlier lists if nobody on this one answers; waited for only when there is nobody on it."""
+        """Ask nodes of earlier lists if nobody on this one answers; wait for them only if it is empty."""
         members = self.feed.current
         self._earlier.listed(members)
-        if any(not self._is_resting(member) for member in members.members):
+        if self._closed or any(not self._is_resting(member) for member in members.members):
             return
         if self._asking is None or self._asking.done():
             loop = asyncio.get_running_loop()

@@ -6,6 +6,8 @@ import asyncio
 import random
 from contextlib import aclosing
 
+from cedar.kvstore.placement import run_of
+from simulated_hosts import Host
 from store_model import (
     GHOST_S,
     PAGE_TOKENS,
@@ -17,6 +19,9 @@ from store_model import (
 
 CALL_LIMIT_S = 40.0
 """No call of a client takes longer, whatever happens: attempts x levels x time-outs."""
+
+SOON_S = 0.02
+"""A network as slow as this in one direction is no fault: calls wait for many times as long."""
 
 
 class Load:
@@ -37,6 +42,10 @@ class Load:
         client = self.clients[number]
         keys = chain[: rng.randint(1, len(chain))]
         began_s = self.loop.now_s
+        reached = self._in_reach(number, keys)
+        there = [self._intact(self._owner_for(number, key), key) for key in keys[:reached]]
+        self.counts["pages_in_reach"] += reached
+        self.counts["hits_in_reach"] += there.index(False) if False in there else reached
         match = await client.match(tenant.root, keys, tenant=tenant.domain)
         self._ended("match", began_s)
         if not 0 <= match.pages <= len(keys):
@@ -48,13 +57,33 @@ class Load:
                 self._check_window(tenant, name.page_key, record)
         self.counts["pages_asked"] += len(keys)
         self.counts["pages_read"] += read
-        if read < len(keys):
-            await self.put(number, tenant, keys, read)
+        kept = await self.put(number, tenant, keys, read)
+        self.counts["pages_served"] += read + kept
         if rng.random() < 0.3:
             record = keys[-1] + tenant.version.to_bytes(4, "big") + b"window"
             tokens = len(keys) * PAGE_TOKENS
             await client.put_window(keys[-1], tokens, b"d" * 32, record, tenant=tenant.domain)
         return read
+
+    def _in_reach(self, number: int, keys: list[bytes]) -> int:
+        """How many leading pages no fault stands before: their owners, by the client's list, answer."""
+        network, client = self.network, f"client{number}"
+        if network.weather.lost or network.weather.damaged or network.weather.delay_s > SOON_S:
+            return 0
+        for count, key in enumerate(keys):
+            host = self._owner_for(number, key)
+            if host is None or not host.up or not host.process.running:
+                return count
+            if host.name in network.slow or host.disk.slow > 1 or host.disk.full or host.draining:
+                return count
+            if (client, host.name) in network.cut or (host.name, client) in network.cut:
+                return count
+        return len(keys)
+
+    def _owner_for(self, number: int, key: bytes) -> Host | None:
+        """The owner of a page by the list that this client has."""
+        owner = self.clients[number].feed.current.owner(run_of(key))
+        return next((host for host in self.hosts if owner is not None and host.name == owner.node_id), None)
 
     async def read(self, number: int, keys: list[bytes]) -> int:
         """Leading pages that come, each checked."""
@@ -70,10 +99,10 @@ class Load:
         self._ended("get_pages", began_s)
         return count
 
-    async def put(self, number: int, tenant: Tenant, keys: list[bytes], start: int) -> None:
-        """Put the pages from ``start`` on."""
+    async def put(self, number: int, tenant: Tenant, keys: list[bytes], start: int) -> int:
+        """Put the pages from ``start`` on; how many are kept."""
         if start == len(keys):
-            return
+            return 0
         began_s, version = self.loop.now_s, tenant.version
         wanted = keys[start:]
         writes = [self.model.write(key, version, began_s) for key in wanted]
@@ -89,6 +118,7 @@ class Load:
             write.end_s = self.loop.now_s + (GHOST_S if counts.refused else 3.5)
         self.counts["pages_put"] += kept
         self.counts["pages_refused"] += counts.refused
+        return int(kept)
 
     async def purge(self, number: int, tenant: Tenant) -> None:
         """Order a purge; pages written from now on are of the next version."""

@@ -6,10 +6,12 @@ Each plays on the whole simulated cluster and ends with everything that ``Simula
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
+from cedar.kvstore.cluster_client import ClusterClient
 from cedar.kvstore.peers import CopiedPage
 from cedar.kvstore.placement import run_of
 from cedar.kvstore.put import PutCounts
@@ -295,6 +297,82 @@ def test_a_node_without_a_list_that_learns_of_a_purge_goes_on() -> None:
         await story.call(host, "ExchangePurges", told, 5.0)
         await asyncio.sleep(1)
         assert on(host, story.chain) == 0
+
+    story.simulation.play(script)
+
+
+def cut_from_the_service(story: Story) -> ClusterClient:
+    """The first client, which from now on hears of new lists from nodes alone."""
+    simulation = story.simulation
+    simulation.isolated.add(0)
+    simulation.network.sever(SERVICE, "client0")
+    simulation.network.sever("client0", SERVICE)
+    return simulation.clients[0]
+
+
+async def look_up_until(story: Story, holds: Callable[[], bool], every_s: float) -> None:
+    """The first client looks its chain up, again and again."""
+    deadline_s = story.simulation.loop.now_s + 30
+    while not holds():
+        assert story.simulation.loop.now_s < deadline_s, "it never learns of the list"
+        await story.simulation.clients[0].match(story.tenant.root, story.chain, tenant=story.tenant.domain)
+        await asyncio.sleep(every_s)
+
+
+def test_a_client_that_was_given_an_empty_list_finds_the_nodes_again() -> None:
+    """It asked nobody from then on, so nobody could tell it; a purge told nobody, and named nobody."""
+    story = Story()
+
+    async def script() -> None:
+        simulation = story.simulation
+        await story.put()
+        await asyncio.sleep(1)
+        client = cut_from_the_service(story)
+        last, *others = simulation.hosts
+        for host in others:
+            assert host.process is not None
+            host.process.pause()
+        await story.until(lambda: len(simulation._members().members) == 1)
+        assert last.node is not None
+        assert last.process is not None
+        await last.process.spawn(last.node.stop(0.1))
+        assert simulation._members().members == ()
+        for host in others:
+            assert host.process is not None
+            host.process.resume()
+        await look_up_until(story, lambda: not client.feed.current.members, 0.02)
+        for host in others:
+            simulation.network.sever("client0", host.name)
+        await simulation.purge(0, story.tenant)
+        assert "unreachable=('a', 'b', 'c', 'd')" in simulation.story[-1]
+        for host in others:
+            simulation.network.mend("client0", host.name)
+        await look_up_until(story, lambda: client.feed.current == simulation._members(), 0.5)
+
+    story.simulation.play(script)
+
+
+def test_a_client_whose_list_names_only_dead_nodes_finds_the_others_again() -> None:
+    """It asked the dead for as long as it lived, though nodes that it knew before were back."""
+    story = Story()
+
+    async def script() -> None:
+        simulation = story.simulation
+        await story.put()
+        await asyncio.sleep(1)
+        client = cut_from_the_service(story)
+        last, *others = simulation.hosts
+        for host in others:
+            assert host.node is not None
+            assert host.process is not None
+            await host.process.spawn(host.node.stop(0.1))
+        await look_up_until(story, lambda: len(client.feed.current.members) == 1, 0.1)
+        for host in others:
+            await host.start()
+        last.kill()
+        await story.until(lambda: len(simulation._members().members) == len(others))
+        await story.until(lambda: simulation._members().find(last.name) is None)
+        await look_up_until(story, lambda: client.feed.current == simulation._members(), 0.5)
 
     story.simulation.play(script)
 

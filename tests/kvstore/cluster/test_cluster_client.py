@@ -224,6 +224,32 @@ async def test_a_client_with_an_old_list_learns_the_new_one(fleet: Any, chains: 
         assert client.feed.current.epoch == fleet.list.epoch
 
 
+@pytest.mark.parametrize("left", [[], ["a"]])
+async def test_nodes_of_earlier_lists_tell_when_nobody_is_left_on_this_one(
+    fleet: Any, chains: Any, left: list[str]
+) -> None:
+    """A client without a source of its own had nobody to hear of the new list from, for good."""
+    for name in "abc":
+        await fleet.add(name)
+    client = fleet.client()
+    keys = chains.keys(64)
+    assert (await client.match(chains.root(), keys)).pages == 0
+    client.feed.publish(fleet.list.without([name for name in "abc" if name not in left]))
+    fleet.clients.remove(client)  # the fleet publishes to it no more
+    await fleet.remove("a")
+    fleet.publish(fleet.list.at_epoch(fleet.list.epoch + 1))
+    await fleet.put(fleet.client(), keys)
+    deadline_s = time.monotonic() + 15
+    while client.feed.current != fleet.list:
+        match = await client.match(chains.root(), keys)
+        assert time.monotonic() < deadline_s, "it never learns of the list"
+        assert left or match.pages == 64, "an empty list is asked about before the call itself"
+        await asyncio.sleep(0.1)
+    assert (await client.match(chains.root(), keys)).pages == 64
+    assert client.counters["earlier_nodes_asked"] >= 2
+    await client.close()
+
+
 async def test_an_upload_that_is_refused_for_its_old_list_goes_to_the_new_owner(
     fleet: Any, chains: Any
 ) -> None:
