@@ -127,8 +127,8 @@ class Committer:
         """A write or a sync failed: close the segment, without what was not synced, and wait a while."""
         log.warning("commit of %d pages failed: %s", pages, error)
         self._counters.add("store_commit_failures")
-        self._segments.give_up_open()
         self._retry_s = self._clock.monotonic_s() + self._config.disk_retry_s
+        self._segments.give_up_open()
         self._on_pressure()
 
     def mark_dead(self, segment: Segment, rows: Iterable[tuple[bytes, Row]], *, erased: bool = False) -> None:

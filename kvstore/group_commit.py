@@ -48,8 +48,9 @@ class _Job:
     twins: int = 0
 
     def refuse(self, reason: str) -> None:
-        """What was to be stored, or to be present with another's, will not be."""
-        lost = self.new + self.twins
+        """What was to be stored, or to be present with another's, will not be; nor what nobody has judged."""
+        counts = self.counts
+        lost = len(self.items) - counts.present - counts.conflicts - counts.refused
         if lost:
             self.counts.refused += lost
             self.counts.reason = reason
@@ -330,7 +331,10 @@ class GroupCommit:
         """The disk failed: what is not known to be on it is refused."""
         commits = [commit for commit in (self._syncing, self._next) if commit is not None]
         self._syncing = self._next = None
-        self._committer.fail(error, len(self._waiting))
+        try:
+            self._committer.fail(error, len(self._waiting))
+        except Exception:  # whatever it is, callers must not wait for ever
+            log.exception("group commit failed")
         self._waiting.clear()
         for commit in commits:
             for job in commit.jobs:

@@ -14,6 +14,7 @@ import errno
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -175,13 +176,15 @@ class Segment:
     def cut_back(self) -> None:
         """Take off the file what was written and is not stored, so that no later start finds it."""
         file = self._opened()
-        self._written = self._end
+        size, self._written = self._written, self._end
         try:
             file.truncate(self._end)
         except OSError as error:
             log.warning("segment %d: a commit that failed stays in the file: %s", self.number, error)
-            if file.size() > self._end:
-                self.unowned.append((self._end, file.size() - self._end))
+            with suppress(OSError):  # XFS that has shut down does not tell even this
+                size = file.size()
+            if size > self._end:
+                self.unowned.append((self._end, size - self._end))
 
     def mark_dead(self, rows: Iterable[tuple[bytes, Row]], *, erased: bool = False) -> None:
         """These pages are not to be found again; ``write_index`` makes that last."""

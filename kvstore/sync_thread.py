@@ -30,9 +30,13 @@ class SyncThread:
         self._begin.release()
 
     def outcome(self) -> Exception | None:
-        """Wait for the end of the sync: None, or what it raised."""
+        """Wait for the end of the sync: None, or what it raised. To be asked once.
+
+        It is not kept: with it its traceback would keep the file open, and a dropped segment's room taken.
+        """
         self._ended.wait()
-        return self._error
+        error, self._error = self._error, None
+        return error
 
     def stop(self) -> None:
         """End the thread, once nothing is under way."""

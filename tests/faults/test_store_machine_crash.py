@@ -92,6 +92,9 @@ def crashes(states: list[Disk], commit: int, old_share: float, rng: random.Rando
         (Disk(after.values, older), commit + 1),
         (Disk(after.values, after.index), commit + 1),
     ]
+    if commit + 1 < len(states):  # the next one, written while this one was synced
+        both = mixed(before.values, states[commit + 1].values, old_share, rng)
+        ends.append((Disk(both, before.index), commit))
     if after.index != before.index and before.index:
         half = mixed(before.index, after.index, old_share, rng, metas="old")
         ends.append((Disk(after.values, half), commit + 1))
@@ -110,7 +113,8 @@ def test_with_syncs_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
             tier = open_tier(directory, segment_bytes=4 << 20)
             for salt in range(kept):
                 assert count(tier, salt, PAGES) == [PAGES, 0, 0], (commit, salt)
-            assert count(tier, kept, PAGES)[2] == 0, "of what was under way, each page is whole or gone"
+            for salt in (kept, kept + 1):
+                assert count(tier, salt, PAGES)[2] == 0, "of what was under way, each page is whole or gone"
             assert tier.counters["store_values_corrupt"] == 0, "it is not there, rather than damaged"
             assert tier.put(items_of(99, 1)).result(30).stored == 1
             tier.close()

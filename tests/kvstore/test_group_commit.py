@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cedar.kvstore import commit
 from cedar.kvstore.clock import ManualClock
 from cedar.kvstore.config import MIB
+from cedar.kvstore.judge import Judge, Verdict
+from cedar.kvstore.put import PutItem
 from cedar.kvstore.records import BLOCK_BYTES
+from cedar.kvstore.segment import Segment
 from cedar.kvstore.values_file import ValuesFile
 
 
@@ -146,3 +152,82 @@ def test_a_commit_is_of_one_segment(open_tier: Any, chains: Any, monkeypatch: py
     assert [future.result(10).stored for future in futures] == [2] * 4
     assert tier.stats()["store_segments"] == 2
     tier.check_integrity(deep=True)
+
+
+def test_a_file_system_that_has_shut_down_refuses_and_does_not_end_the_writer(
+    open_tier: Any, chains: Any, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    """XFS does: from then on every call is EIO, the question for a file's size too."""
+    tier = open_tier()
+    kept, first, second = (chains.items(chains.keys(3, salt=salt)) for salt in range(3))
+    assert open_tier.put(tier, kept).stored == 3
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "shut down")
+
+    with monkeypatch.context() as patch:
+        for call in ("sync", "truncate", "size"):
+            patch.setattr(ValuesFile, call, fail)
+        assert tier.put(first).result(10).reason == "disk"
+        assert tier.put(second).result(10).reason == "disk"
+        assert tier.match([item.key for item in kept]) == 3
+    failed = tier._segments.all()[0]
+    assert failed.unowned == [(3 * BLOCK_BYTES, 3 * BLOCK_BYTES)], "a purge will take it off"
+    clock.advance(2)
+    assert open_tier.put(tier, second).stored == 3
+    assert tier.stats()["store_segments"] == 2
+    tier.check_integrity(deep=True)
+
+
+def test_an_error_after_a_failed_commit_leaves_nobody_waiting(
+    open_tier: Any, chains: Any, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    tier = open_tier()
+    with monkeypatch.context() as patch:
+        disk = SlowSync(patch)
+        disk.outcomes.put(OSError(errno.EIO, "no"))
+        patch.setattr(Segment, "cut_back", lambda _: (_ for _ in ()).throw(MemoryError))
+        assert tier.put(chains.items(chains.keys(3))).result(10).refused == 3
+    clock.advance(2)
+    assert open_tier.put(tier, chains.items(chains.keys(3))).stored == 3
+
+
+def test_all_of_a_put_is_counted_when_judging_it_fails(
+    open_tier: Any, chains: Any, monkeypatch: pytest.MonkeyPatch
+):
+    tier = open_tier()
+    held, more = chains.items(chains.keys(2)), chains.items(chains.keys(3, salt=1))
+    assert open_tier.put(tier, held).stored == 2
+    verdict = Judge.verdict
+
+    def fail(judge: Judge, item: PutItem, *rest: Any) -> Verdict:
+        if item is more[1]:
+            raise MemoryError
+        return verdict(judge, item, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "verdict", fail)
+        counts = open_tier.put(tier, held + more)
+    assert (counts.present, counts.refused, counts.reason) == (2, 3, "disk")
+    assert open_tier.put(tier, held + more).stored == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+def test_a_segment_whose_sync_failed_gives_its_room_back_when_dropped(
+    open_tier: Any, chains: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its disk may be full, and nothing would be synced until it is not."""
+    tier = open_tier()
+    assert open_tier.put(tier, chains.items(chains.keys(9))).stored == 9
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        patch.setattr(commit.log, "disabled", True)  # pytest keeps what is logged, error and all
+        assert open_tier.put(tier, chains.items(chains.keys(3, salt=1))).reason == "disk"
+    wait_for(lambda: not tier._segments.unindexed())
+    tier._segments.drop(tier._segments.all()[0])
+    open_files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in open_files if path.startswith(str(tier.config.directory / "segments"))]
