@@ -24,6 +24,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
 
 def swiglu_prepared(gate: torch.Tensor, up: torch.Tensor, limit: float, order: int) -> Prepared:
     """`swiglu` of [N, I], quantised in `order` for the product that reads it, in the same launch."""
+    c = Contract("swiglu_prepared")
+    c.expect("gate", gate, "N I", torch.bfloat16)
+    c.expect("up", up, "N I", torch.bfloat16)
+    c.divisible("gate", "I", 32)
     if gate.is_cuda and order == CODES:
         from cedar.kernels import experts_triton
 
@@ -80,8 +84,7 @@ def grouped_experts(
             c.expect(f"expanded {name}", weight, shape, torch.float64)
     if shared is not None:
         c.expect("shared", shared, "N d", torch.bfloat16)
-    if ids.device.type == "cpu":
-        paging_ref.check_range("ids", ids, 0, c.dims["E"])
+    paging_ref.check_range("ids", ids, 0, c.dims["E"])
     if ids.shape[0] == 0:
         kind = torch.float32 if shared is None else torch.bfloat16
         return torch.zeros(x.shape, dtype=kind, device=x.device)

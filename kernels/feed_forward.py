@@ -60,7 +60,7 @@ def feed_forward(
     fp32.
 
     gate, bias, k and scale as in `route`; limit as in `swiglu`. Three launches on Hopper for few tokens
-    (a choice an expert on average); beyond, `prepared` in an order of `orders_for` spares one. Errors as
+    (`feed_forward_triton.fits`); beyond, `prepared` in an order of `orders_for` spares one. Errors as
     those functions'.
     """
     if x.is_cuda and gate.dtype == torch.bfloat16:

@@ -42,8 +42,8 @@ def linear_fp8(
     c.expect("weight", weight, "O I", torch.float8_e4m3fn)
     c.expect("scale", scale, "ceil(O/32) ceil(I/32)", torch.uint8)
     if isinstance(x, Prepared):
-        c.require("x", x.order == CODES and x.scale is not None, f"is in order {x.order}, not {CODES}")
-        c.expect("x.values", x.values, "N I", torch.float8_e4m3fn)
+        c.require("x", x.order == CODES, f"is in order {x.order}, not {CODES}")
+        _check_codes(c, "x", x)
         if x.values.is_cuda and order_for(x.values.shape[0], weight) == CODES:
             from cedar.kernels import linear_triton
 
@@ -54,7 +54,7 @@ def linear_fp8(
     c.divisible("x", "I", fp8_ref.GROUP)
     for copy in prepared:
         if copy.order == CODES:
-            c.expect("prepared.values", copy.values, "N I", torch.float8_e4m3fn)
+            _check_codes(c, "prepared", copy)
             c.require(
                 "prepared.values", copy.values.numel() == x.numel(), f"must hold x's {x.numel()} values"
             )
@@ -67,6 +67,16 @@ def linear_fp8(
     else:
         c.expect("expanded", expanded, "O I", torch.float64)
     return linear_ref.linear_fp8(x, expanded)
+
+
+def _check_codes(c: Contract, name: str, codes: Prepared) -> None:
+    """Kernels take strides and the number of scales for granted."""
+    c.require(f"{name}.scale", codes.scale is not None, "is missing")
+    assert codes.scale is not None
+    c.expect(f"{name}.values", codes.values, "N I", torch.float8_e4m3fn)
+    c.expect(f"{name}.scale", codes.scale, "N I/32", torch.uint8)
+    for part, tensor in (("values", codes.values), ("scale", codes.scale)):
+        c.require(f"{name}.{part}", tensor.is_contiguous(), "must be contiguous")
 
 
 def linear_dense(

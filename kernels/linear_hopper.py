@@ -165,7 +165,10 @@ def plan(tokens: int, outputs: int, columns: int) -> Few | Many | Hold | None:
     """The cut for a shape, from what was measured at the model's; None where these kernels do not fit."""
     if columns % 128 or outputs % 64 or not 0 < tokens <= MOST:
         return None
-    return _few(tokens, outputs, columns) if tokens <= FEW else _many(tokens, outputs, columns)
+    cut = _few(tokens, outputs, columns) if tokens <= FEW else _many(tokens, outputs, columns)
+    if isinstance(cut, Hold) and columns < 128 * cut.stages:
+        return None  # its first copies are of so many blocks of one tile
+    return cut
 
 
 def quantised(x: torch.Tensor) -> Prepared:

@@ -139,10 +139,23 @@ def _wide_dot(weight, x):
     return out
 
 
+LEAST_MULTIPROCESSORS = 64
+
+
 @cache
 def hopper(index: int) -> bool:
-    """Whether CUDA device `index` is Hopper."""
-    return torch.cuda.get_device_capability(index) == (9, 0)
+    """Whether CUDA device `index` is Hopper with enough multiprocessors for kernels whose programs wait for
+    one another: a part of a card has its own, fewer, and they would wait for ever.
+    """
+    return (
+        torch.cuda.get_device_capability(index) == (9, 0) and multiprocessors(index) >= LEAST_MULTIPROCESSORS
+    )
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Of CUDA device `index`, which may be a part of a card."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @cache
@@ -174,7 +187,7 @@ def _few(
 
 def order_for(tokens: int, weight: torch.Tensor) -> int | None:
     """As the public function, for a CUDA weight."""
-    if not hopper(weight.device.index or 0):
+    if not hopper(weight.device.index or 0) or not weight.is_contiguous():
         return None
     from cedar.kernels import linear_hopper
 

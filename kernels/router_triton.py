@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from cedar.kernels.experts_triton import _align
-from cedar.kernels.linear_triton import hopper, linear_bf16
+from cedar.kernels.linear_triton import hopper, linear_bf16, multiprocessors
 from cedar.kernels.packed_triton import INTERPRETED
 from cedar.kernels.prepared_triton import band_channel, store_bands
 
@@ -340,7 +340,8 @@ def _launch(
         block = min(64, max(16, size))
         lanes = triton.cdiv(experts, block)
         deep = 128
-        splits = max(1, min(20, triton.cdiv(width, 2 * deep), 132 // (groups * lanes)))
+        room = min(132, multiprocessors(x.device.index or 0)) if x.is_cuda else 132  # all must run at once
+        splits = max(1, min(20, triton.cdiv(width, 2 * deep), room // (groups * lanes)))
         programs = lanes * splits
         selects = together if programs == 1 else triton.next_power_of_2(triton.cdiv(together, programs))
         part = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)

@@ -9,11 +9,10 @@ row numbers outside what they index are clamped, so nothing out of bounds is rea
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
 
 LOG2_E = 1.4426950408889634
@@ -135,11 +134,6 @@ def _write(even, odd, at, mask, cos_ptr, sin_ptr, token, HALF: tl.constexpr, HAL
     tl.store(at + 1, to_bf16(odd), mask=mask)
 
 
-@cache
-def _hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
 FEW = 4  # queries up to which many small programs beat a few large ones (heads of 512)
 
 
@@ -179,7 +173,10 @@ def sparse_attention(
         window = window.new_zeros(1, window.shape[1])
     count = entries.shape[1] if entries is not None else 0
     half_rope = rope[0].shape[1] if rope is not None else 0
-    cos, sin = rope if rope is not None else (sink, sink)
+    sink = sink.contiguous()
+    cos, sin = (part.contiguous() for part in rope) if rope is not None else (sink, sink)
+    if pages is None or page_table is None or not (pages.shape[0] and page_table.numel()):
+        count = 0  # nothing to point at: every entry must be -1
     if count and entries is not None and pages is not None and page_table is not None and seq is not None:
         sources = (pages, page_table.contiguous(), seq.contiguous(), entries.contiguous())
         limits = (pages.shape[0], page_table.shape[0], page_table.shape[1])
@@ -195,7 +192,7 @@ def sparse_attention(
     rows = window_rows.contiguous()
     sizes = (*limits, window.shape[0], count, rows.shape[1])
     given = (q, cos, sin, *sources, window, rows, sink, out)
-    if q.is_cuda and _hopper(q.device.index or 0):
+    if q.is_cuda and hopper(q.device.index or 0):
         small = few_parts(tokens, heads, width, count, rows.shape[1], half_rope) if few is not False else None
         large = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
         if small is not None and (few or not large or tokens <= FEW):

@@ -106,6 +106,7 @@ class VerifyRung:
         streams, pre = text.run(
             streams, pre, step, range(text.config.layers), taps=taps, engram=self.inputs.engram
         )
+        step.memory = weakref.proxy(memory)  # else the memory's graphs would keep it
         self._left = step, taps
         return text.logits(streams, pre)
 

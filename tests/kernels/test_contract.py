@@ -10,12 +10,13 @@ import pytest
 import torch
 from cedar.kernels.compress import pool_groups
 from cedar.kernels.contract import Contract, ContractError
-from cedar.kernels.experts import grouped_experts
+from cedar.kernels.experts import grouped_experts, swiglu_prepared
 from cedar.kernels.fp4 import pack_fp4_e4m3, unpack_fp4_e8m0
 from cedar.kernels.fp8 import quantize_fp8, unpack_window_rows
 from cedar.kernels.linear import linear_dense, linear_fp8
 from cedar.kernels.mhc import mhc_collapse, mhc_mix
 from cedar.kernels.norm import rms_norm
+from cedar.kernels.prepared import CODES, Prepared
 from cedar.kernels.rope import apply_rope, rope_frequencies
 from cedar.kernels.router import route
 from cedar.kernels.select import candidate_blocks, top_k
@@ -58,7 +59,25 @@ def test_devices_must_agree() -> None:
         c.expect("y", torch.zeros(3, device="meta"), "N")
 
 
+def product(*, rows: int = 2, **changes: object) -> torch.Tensor:
+    """A product of codes [2, 64], with these changes, alone or beside x [rows, 64]."""
+    codes = Prepared(zeros(2, 64, dtype=torch.float8_e4m3fn), CODES, zeros(2, 2, dtype=U8))
+    codes = codes._replace(**changes)  # type: ignore[arg-type]
+    weight = zeros(40, 64, dtype=torch.float8_e4m3fn), zeros(2, 2, dtype=U8)
+    return (
+        linear_fp8(codes, *weight) if rows == 2 else linear_fp8(zeros(rows, 64), *weight, prepared=(codes,))
+    )
+
+
 MISUSES = {
+    "x.scale is missing": lambda: product(scale=None),
+    "x.scale must be": lambda: product(scale=zeros(2, 1, dtype=U8)),
+    "prepared.scale must be": lambda: product(rows=3, scale=zeros(2, 2, dtype=torch.float32)),
+    "x.values must be contiguous": lambda: product(values=zeros(2, 128, dtype=torch.float8_e4m3fn)[:, ::2]),
+    "prepared.scale must be contiguous": lambda: product(rows=3, scale=zeros(2, 4, dtype=U8)[:, ::2]),
+    "prepared.values must hold x's 192": lambda: product(rows=3),
+    "up must be": lambda: swiglu_prepared(zeros(2, 64), zeros(2, 32), 10.0, CODES),
+    "gate has I=48": lambda: swiglu_prepared(zeros(2, 48), zeros(2, 48), 10.0, CODES),
     "x has C=33": lambda: quantize_fp8(zeros(2, 33)),
     "x must be": lambda: quantize_fp8(zeros(2, 32, dtype=torch.float32)),
     "x has C=8": lambda: pack_fp4_e4m3(zeros(2, 8)),

@@ -24,6 +24,7 @@ def test_a_cut_covers_the_channels_and_fits(tokens: int, outputs: int, columns: 
         assert tokens > 64
         assert outputs % cut.rows == 0
         assert cut.each >= 1
+        assert blocks >= cut.stages  # what it asks for first is of one tile
         assert 128 * (cut.rows * cut.stages + cut.tokens * blocks) + 8192 <= 227 * 1024
         return
     assert 1 <= cut.stages <= cut.blocks
@@ -55,6 +56,13 @@ def test_a_cut_covers_the_channels_and_fits(tokens: int, outputs: int, columns: 
     assert area <= cluster_hopper.AREA_BYTES
     assert area + shared + 1024 <= 227 * 1024
     assert not area or shared > 48 * 1024 or area + shared <= 48 * 1024  # else CUDA would not be asked for it
+
+
+def test_few_channels_of_wide_weights_are_the_library_s() -> None:
+    from cedar.kernels import linear_hopper
+
+    assert [linear_hopper.plan(128, 32768, columns) for columns in (128, 256)] == [None, None]
+    assert isinstance(linear_hopper.plan(128, 32768, 384), linear_hopper.Hold)
 
 
 def test_who_quantises() -> None:

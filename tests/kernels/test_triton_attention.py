@@ -72,6 +72,34 @@ def test_attention_stays_inside_its_pages() -> None:
     )
 
 
+def test_strided_angles_and_nothing_to_point_at() -> None:
+    """Halves of one table are angles as good as any; without pages every entry is -1 and is not followed."""
+    from cedar.kernels import sparse_attention_triton
+
+    m = memory()
+    q, window, rows, sink, cos, sin = queries(2, 4, seed=2)
+    table = torch.cat((cos[:2], sin[:2]), dim=1)
+    halves = table[:, : cos.shape[1]], table[:, cos.shape[1] :]
+    args = (q, None, (), None, None, None, window, rows, sink)
+    want = sparse_attention_triton.sparse_attention(*args, (cos[:2].contiguous(), sin[:2].contiguous()))
+    assert torch.equal(sparse_attention_triton.sparse_attention(*args, halves), want)
+    seq, entries = torch.zeros(2, dtype=torch.int32), torch.full((2, 5), -1, dtype=torch.int32)
+    for pages, numbers in ((m.pages[:0], m.table), (m.pages, m.table[:, :0])):
+        got = sparse_attention_triton.sparse_attention(
+            q, pages, m.planes[:2], numbers, seq, entries, window, rows, sink, halves
+        )
+        assert torch.equal(got, want)
+
+
+def test_kernels_whose_programs_wait_stay_off_parts_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cedar.kernels import linear_triton
+
+    for count, wanted in ((132, True), (78, True), (16, False)):
+        monkeypatch.setattr(linear_triton, "multiprocessors", lambda _, count=count: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert linear_triton.hopper.__wrapped__(0) is wanted
+
+
 def test_scores_and_block_maxima() -> None:
     from cedar.kernels import index_scores_triton
 

@@ -147,9 +147,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (compress_triton, "hopper"),
         (router_triton, "hopper"),
         (index_scores_triton, "_hopper"),
-        (sparse_attention_triton, "_hopper"),
+        (sparse_attention_triton, "hopper"),
     ):
         monkeypatch.setattr(module, name, lambda index: False)
+    monkeypatch.setattr(router_triton, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch, "mm", mixed)
     return monkeypatch
 
