@@ -130,3 +130,15 @@ def test_golden_checkpoint_is_in_the_clone() -> None:
     golden = ROOT / "tests" / "golden" / "v41-tiny"
     names = {"config.json", "expected.safetensors", "expected_ced.safetensors", "image.png", "tokenizer.json"}
     assert names <= {path.name for path in golden.iterdir()}
+
+
+def test_tests_for_a_card_are_marked_and_step_aside_without_one() -> None:
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        marks = [
+            ast.unparse(node.value)
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        ]
+        assert len(marks) == 1, path.name
+        assert "pytest.mark.gpu" in marks[0], path.name
+        assert "skipif" in marks[0], path.name

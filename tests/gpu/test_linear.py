@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-SHAPES = ((192, 640), (2048, 1152), (17024, 384))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = ((192, 640), (2048, 1152), (17024, 384), (16896, 256))
 
 
 def weights(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
