@@ -85,5 +85,5 @@ def use_one_large_heap() -> bool:
                 size = ctypes.c_size_t(max(end - start, 0))
                 return bool(libc.madvise(ctypes.c_void_p(start), size, _MADV_HUGEPAGE) == 0)
     except (OSError, AttributeError):
-        pass  # not Linux, or not glibc
+        return False  # not Linux, or not glibc
     return False
