@@ -3,11 +3,10 @@
 MXFP4 weights (spec §3).
 
 Weights stream through shared memory by bulk copies and go to wgmma's registers as exact bf16 (times 2^-32),
-the slots' activations are gathered into shared memory as its other operand. A tile has N slots and, where
-experts have somewhat more, EXTRA beside them that are multiplied only where a tile has that many; a program
-takes MT times 64 rows of each weight, so that a tile's activations are read seldom. Activations are quantised
-and ordered as expanded weights meet them (`quantise`); hidden ones are written in that order, quantised
-already.
+the slots' activations the same way into shared memory as its other operand: `quantise` lays them out tile by
+tile, quantised and ordered as expanded weights meet them, and hidden ones are written so. A tile has N slots
+and, where experts have somewhat more, EXTRA beside them that are multiplied only where a tile has that many;
+a program takes MT times 64 rows of each weight, so that a tile's activations are read seldom.
 """
 
 from __future__ import annotations
@@ -15,86 +14,25 @@ from __future__ import annotations
 import torch
 import triton
 from cedar.kernels.codes_hopper import natural
+from cedar.kernels.experts_operands_hopper import (
+    SHARED_W,
+    SHARED_X,
+    ended,
+    multiply_rows,
+    scales_of,
+    wide,
+)
 from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait, half
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SHARED_W = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
-SHARED_X = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 Packed = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128] bf16, 16 bytes a thread
-
-# Eight E2M1 channels and their scale (two bf16, value·2^126) to eight bf16, by nibbles (3, 7), (2, 6), (1,
-# 5), (0, 4).
-_FP4_ASM = gl.constexpr("""
-{
-.reg .b32 a, b, c, d, s;
-shr.b32 a, $8, 6;
-and.b32 a, a, 0x01C001C0;
-lop3.b32 a, $8, 0x80008000, a, 0xEA;
-mul.rn.bf16x2 a, a, $9;
-mov.b32 {$0, $1}, a;
-shr.b32 b, $8, 2;
-and.b32 b, b, 0x01C001C0;
-shl.b32 s, $8, 4;
-lop3.b32 b, s, 0x80008000, b, 0xEA;
-mul.rn.bf16x2 b, b, $9;
-mov.b32 {$2, $3}, b;
-shl.b32 c, $8, 2;
-and.b32 c, c, 0x01C001C0;
-shl.b32 s, $8, 8;
-lop3.b32 c, s, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 c, c, $9;
-mov.b32 {$4, $5}, c;
-shl.b32 d, $8, 6;
-and.b32 d, d, 0x01C001C0;
-shl.b32 s, $8, 12;
-lop3.b32 d, s, 0x80008000, d, 0xEA;
-mul.rn.bf16x2 d, d, $9;
-mov.b32 {$6, $7}, d;
-}
-""")
-
-# Words of 64 rows, 128 channels: a thread has four of rows g and g + 8, a scale group of each.
-_WORDS4 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 16],
-    )
-)
-_GROUPS4 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [64, 4, 4],
-    )
-)
-
-
-@gluon.constexpr_function
-def wide(warps, n):
-    """wgmma's sum [16 warps, n]."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 16])
-
-
-@gluon.constexpr_function
-def wide_left(warps, n):
-    """wgmma's left operand [16 warps, 128]."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 16]), 2)
 
 
 @gluon.jit
@@ -104,49 +42,28 @@ def round_trip(groups):
     code = ((amax * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
     code = gl.convert_layout(code, gl.SliceLayout(2, groups.type.layout))[:, :, None]
     down = ((254 - code) << 23).to(gl.float32, bitcast=True)
-    back = gl.minimum(gl.maximum(groups * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
+    back = (groups * down).to(gl.float8e4nv).to(gl.float32)  # the conversion saturates
     return back * (code << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def scales_of(scale, block, columns: gl.constexpr):
-    """E8M0 bytes [64, 4] of 64 rows, channels 128·block on."""
-    r3 = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _GROUPS4)))
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _GROUPS4)))
-    return gl.load(scale + r3[:, None] * (columns // 32) + block * 4 + group[None, :])
-
-
-@gluon.jit
-def expand(words, scales, N: gl.constexpr):
-    """wgmma's left operand bf16·2^-32 [64, 128] of words [64, 16] and their scales."""
-    power = gl.minimum(scales.to(gl.int32) + 94, 254) * 0x00800080
-    wide_ = power[:, :, None] + gl.full([64, 4, 4], 0, gl.int32, _GROUPS4)
-    scale = gl.convert_layout(gl.reshape(wide_, [64, 16]), _WORDS4)
-    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
-        _FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scale], is_pure=True, pack=1,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-               gl.bfloat16),
-    )  # fmt: skip
-    front = gl.join(gl.join(d0, d1), gl.join(c0, c1))
-    both = gl.join(front, gl.join(gl.join(b0, b1), gl.join(a0, a1)))  # [64, word, half, 2, 2]
-    parts = gl.reshape(gl.permute(both, (0, 1, 4, 3, 2)), [64, 4, 8, 2, 2])
-    return gl.convert_layout(gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [64, 128]), wide_left(4, N))
-
-
-@gluon.jit
-def quantise(x_ptr, out_ptr, tokens, columns, x_stride):
-    """Grid (ceil(tokens / 8), columns / 128)."""
+def quantise(x_ptr, slots_ptr, out_ptr, places, k, columns, x_stride, BLOCKS: gl.constexpr):
+    """Grid (ceil(places / 8), columns / (128 BLOCKS)): the row of each place's slot, if it has one."""
     L: gl.constexpr = natural(4, 8)
     grid_wait()
     grid_release()
-    t = gl.program_id(0) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
-    c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
-    mine = (t < tokens)[:, None]
-    row = t.to(gl.int64)[:, None]
-    x = gl.load(x_ptr + row * x_stride + c[None, :], mask=mine, other=0.0).to(gl.float32)
-    out = gl.reshape(round_trip(gl.reshape(x, [8, 4, 32])).to(gl.bfloat16), [8, 4, 4, 2, 4])
-    y = gl.convert_layout(gl.reshape(gl.permute(out, (0, 2, 4, 1, 3)), [8, 128]), L)
-    gl.store(out_ptr + row * columns + c[None, :], y, mask=mine)
+    p = gl.program_id(0) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+    slot = gl.load(slots_ptr + p, mask=p < places, other=-1)
+    if gl.max(slot, axis=0) >= 0:
+        mine = (slot >= 0)[:, None]
+        row = x_ptr + (slot // k).to(gl.int64)[:, None] * x_stride
+        to = out_ptr + p.to(gl.int64)[:, None] * columns
+        for b in gl.static_range(BLOCKS):
+            c = (gl.program_id(1) * BLOCKS + b) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+            x = gl.load(row + c[None, :], mask=mine, other=0.0).to(gl.float32)
+            out = gl.reshape(round_trip(gl.reshape(x, [8, 4, 32])).to(gl.bfloat16), [8, 4, 4, 2, 4])
+            y = gl.convert_layout(gl.reshape(gl.permute(out, (0, 2, 4, 1, 3)), [8, 128]), L)
+            gl.store(to + c[None, :], y, mask=mine)
 
 
 @gluon.jit
@@ -163,17 +80,8 @@ def round_trip_rows(parts):
     code = ((gl.maximum(amax, 1e-4) * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
     code = gl.convert_layout(code, gl.SliceLayout(1, parts.type.layout))[:, None, :]
     down = ((254 - code) << 23).to(gl.float32, bitcast=True)
-    back = gl.minimum(gl.maximum(parts * down, -448.0), 448.0).to(gl.float8e4nv).to(gl.float32)
+    back = (parts * down).to(gl.float8e4nv).to(gl.float32)
     return back * (code << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _copy(shared, x_ptr, rows, block, pred):
-    """Starts copying channels 128·block on of the rows at offsets `rows` into shared memory."""
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPY))
-    async_copy.async_copy_global_to_shared(
-        shared, x_ptr + rows[:, None] + block * 128 + c[None, :], mask=pred & (rows[:, None] >= 0)
-    )
 
 
 @gluon.jit
@@ -182,64 +90,122 @@ def _round(x):
 
 
 @gluon.jit
-def finish_hidden(gate, up, slots, weight_ptr, out_ptr, row, inner, limit, N: gl.constexpr):
+def finish_hidden(gate, up, slots, weight_ptr, out_ptr, first, row, inner, limit, N: gl.constexpr):
     """Rounds, clamps, SwiGLU, routing weight, FP8 round trip; written in the order in which w2 meets it."""
     L: gl.constexpr = wide(4, N)
     mine = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(0, L)))
     weight = gl.load(weight_ptr + gl.maximum(mine, 0))
-    gate = gl.minimum(_round(gate * 4294967296.0), limit)
-    up = gl.minimum(gl.maximum(_round(up * 4294967296.0), -limit), limit)
-    hidden = _round(gate / (1.0 + gl.exp(-gate)) * up * weight[None, :])
+    # The sums are 2^-32 of what they stand for: rounding, limits and products are scaled alike, exactly.
+    most = limit * 2.3283064365386963e-10
+    weight *= 18446744073709551616.0
+    gate = gl.minimum(_round(gate), most)
+    up = gl.minimum(gl.maximum(_round(up), -most), most)
+    share = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(gate * -6196328018.7194805)],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    hidden = _round(gate * share * up * weight[None, :])
     hidden = gl.convert_layout(gl.reshape(round_trip_rows(gl.reshape(hidden, [2, 32, N])), [64, N]), L)
     place = place_of(row + gl.arange(0, 64, layout=gl.SliceLayout(1, L)))
-    at = out_ptr + gl.maximum(mine, 0)[None, :].to(gl.int64) * inner + place[:, None]
-    gl.store(at, half(hidden), mask=(mine >= 0)[None, :])
+    spot = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    gl.store(
+        out_ptr + spot[None, :].to(gl.int64) * inner + place[:, None], half(hidden), mask=(mine >= 0)[None, :]
+    )
 
 
 @gluon.jit
-def _multiply(left, right, acc, extra, more, wider, E: gl.constexpr):
-    """acc and, where the tile is wider, more with a product added: one wait for both."""
-    if wider:
-        a = warpgroup_mma(left, right, acc, is_async=True)
-        b = warpgroup_mma(gl.convert_layout(left, wide_left(4, E)), extra, more, is_async=True)
-        acc, more = warpgroup_mma_wait(0, deps=(a, b))
-    else:
-        acc = warpgroup_mma(left, right, acc)
-    return acc, more
+def _fetch_two(a_desc, b_desc, x_desc, e_desc, base, first, block, bar, a_s, b_s, x_s, e_s, there,
+               BYTES: gl.constexpr, N: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
+    """Starts the copies of block `block` of two weights and a tile's activations."""
+    mbarrier.expect(bar, BYTES, pred=there)
+    tma.async_copy_global_to_shared(a_desc, [base, block * 16], bar, a_s, pred=there)
+    tma.async_copy_global_to_shared(b_desc, [base, block * 16], bar, b_s, pred=there)
+    tma.async_copy_global_to_shared(x_desc, [first, block * 128], bar, x_s, pred=there)
+    if WIDE:
+        tma.async_copy_global_to_shared(e_desc, [first + N, block * 128], bar, e_s, pred=there)
+
+
+@gluon.jit
+def _hidden_tile(
+    w1_desc, w3_desc, x_desc, e_desc, slots, weight_ptr, scale1, scale3, out_ptr, base, first, row, inner,
+    limit, g_s, u_s, x_s, e_s, bars,
+    COLUMNS: gl.constexpr, N: gl.constexpr, EXTRA: gl.constexpr, MT: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = COLUMNS // 128
+    E: gl.constexpr = EXTRA if EXTRA > 0 else 8
+    BYTES: gl.constexpr = 64 * MT * 128 + (N + EXTRA if WIDE else N) * 256
+    for i in gl.static_range(STAGES - 1):
+        _fetch_two(w1_desc, w3_desc, x_desc, e_desc, base, first, i, bars.index(i), g_s.index(i),
+                   u_s.index(i), x_s.index(i), e_s.index(i), i < BLOCKS, BYTES, N, WIDE)  # fmt: skip
+    gate0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    up0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    gate1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    up1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    gate2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    up2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    gate3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    up3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    g_scales = scales_of(scale1, 0, COLUMNS)
+    u_scales = scales_of(scale3, 0, COLUMNS)
+    if MT == 2:
+        h_scales = scales_of(scale1 + 2 * COLUMNS, 0, COLUMNS)
+        v_scales = scales_of(scale3 + 2 * COLUMNS, 0, COLUMNS)
+    for turn in range(BLOCKS):
+        slot = turn % STAGES
+        mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
+        fill = turn + STAGES - 1
+        to = fill % STAGES
+        barrier()  # everybody is done with the stage that is filled next
+        _fetch_two(w1_desc, w3_desc, x_desc, e_desc, base, first, fill, bars.index(to), g_s.index(to),
+                   u_s.index(to), x_s.index(to), e_s.index(to), fill < BLOCKS, BYTES, N, WIDE)  # fmt: skip
+        x = x_s.index(slot)
+        e = e_s.index(slot)
+        ahead = gl.minimum(turn + 1, BLOCKS - 1)
+        gate0, gate2, _, _ = multiply_rows(
+            g_s.index(slot), 0, g_scales, x, e, gate0, gate2, gate0, gate2, True, WIDE, N, E
+        )
+        g_scales = scales_of(scale1, ahead, COLUMNS)
+        up0, up2, gate0, gate2 = multiply_rows(
+            u_s.index(slot), 0, u_scales, x, e, up0, up2, gate0, gate2, False, WIDE, N, E
+        )
+        u_scales = scales_of(scale3, ahead, COLUMNS)
+        if MT == 2:
+            gate1, gate3, up0, up2 = multiply_rows(
+                g_s.index(slot), 64, h_scales, x, e, gate1, gate3, up0, up2, False, WIDE, N, E
+            )
+            h_scales = scales_of(scale1 + 2 * COLUMNS, ahead, COLUMNS)
+            up1, up3, gate1, gate3 = multiply_rows(
+                u_s.index(slot), 64, v_scales, x, e, up1, up3, gate1, gate3, False, WIDE, N, E
+            )
+            v_scales = scales_of(scale3 + 2 * COLUMNS, ahead, COLUMNS)
+            up1, up3 = ended(up1, up3, WIDE)
+        else:
+            up0, up2 = ended(up0, up2, WIDE)
+    finish_hidden(gate0, up0, slots, weight_ptr, out_ptr, first, row, inner, limit, N)
+    if WIDE:
+        finish_hidden(gate2, up2, slots + N, weight_ptr, out_ptr, first + N, row, inner, limit, E)
+    if MT == 2:
+        finish_hidden(gate1, up1, slots, weight_ptr, out_ptr, first, row + 64, inner, limit, N)
+        if WIDE:
+            finish_hidden(gate3, up3, slots + N, weight_ptr, out_ptr, first + N, row + 64, inner, limit, E)
 
 
 @gluon.jit
 def hidden(
-    w1_desc,
-    w3_desc,
-    x_ptr,
-    slots_ptr,
-    experts_ptr,
-    weight_ptr,
-    s1_ptr,
-    s3_ptr,
-    out_ptr,
-    inner,
-    k,
-    limit,
-    COLUMNS: gl.constexpr,
-    N: gl.constexpr,
-    EXTRA: gl.constexpr,
-    MT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    w1_desc, w3_desc, x_desc, e_desc, slots_ptr, experts_ptr, weight_ptr, s1_ptr, s3_ptr, out_ptr,
+    inner, limit,
+    COLUMNS: gl.constexpr, N: gl.constexpr, EXTRA: gl.constexpr, MT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Grid (inner / (64 MT), tiles): tiles of N + EXTRA slots."""
-    BLOCKS: gl.constexpr = COLUMNS // 128
     E: gl.constexpr = EXTRA if EXTRA > 0 else 8
     grid_wait()
     grid_release()
     tile = gl.program_id(1)
     expert = gl.load(experts_ptr + tile)
     if expert >= 0:
-        slots = slots_ptr + tile * (N + EXTRA)
-        wider = EXTRA > 0
-        if EXTRA > 0:
-            wider = gl.load(slots + N) >= 0
+        first = tile * (N + EXTRA)
+        slots = slots_ptr + first
         row = gl.program_id(0) * (64 * MT)
         base = expert * inner + row
         scale1 = s1_ptr + base.to(gl.int64) * (COLUMNS // 32)
@@ -253,78 +219,25 @@ def hidden(
             mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
         barrier()
-        rows = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(1, _COPY)))
-        rows = (gl.maximum(rows, 0) // k).to(gl.int64) * COLUMNS
-        more = gl.load(slots + (N if EXTRA > 0 else 0) + gl.arange(0, E, layout=gl.SliceLayout(1, _COPY)))
-        more = (gl.maximum(more, 0) // k).to(gl.int64) * COLUMNS
-        for i in gl.static_range(STAGES - 1):
-            if i < BLOCKS:
-                mbarrier.expect(bars.index(i), 64 * MT * 128)
-                tma.async_copy_global_to_shared(w1_desc, [base, i * 16], bars.index(i), g_s.index(i))
-                tma.async_copy_global_to_shared(w3_desc, [base, i * 16], bars.index(i), u_s.index(i))
-                _copy(x_s.index(i), x_ptr, rows, i, True)
-                if EXTRA > 0:
-                    _copy(e_s.index(i), x_ptr, more, i, True)
-            async_copy.commit_group()
-        gate0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        up0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        gate1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        up1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        gate2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        up2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        gate3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        up3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        g_scales = scales_of(scale1, 0, COLUMNS)
-        u_scales = scales_of(scale3, 0, COLUMNS)
-        if MT == 2:
-            h_scales = scales_of(scale1 + 2 * COLUMNS, 0, COLUMNS)
-            v_scales = scales_of(scale3 + 2 * COLUMNS, 0, COLUMNS)
-        for turn in range(BLOCKS):
-            slot = turn % STAGES
-            mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            barrier()
-            fill = turn + STAGES - 1
-            to = fill % STAGES
-            there = fill < BLOCKS
-            mbarrier.expect(bars.index(to), 64 * MT * 128, pred=there)
-            tma.async_copy_global_to_shared(
-                w1_desc, [base, fill * 16], bars.index(to), g_s.index(to), pred=there
-            )
-            tma.async_copy_global_to_shared(
-                w3_desc, [base, fill * 16], bars.index(to), u_s.index(to), pred=there
-            )
-            _copy(x_s.index(to), x_ptr, rows, fill, there)
-            if EXTRA > 0:
-                _copy(e_s.index(to), x_ptr, more, fill, there)
-            async_copy.commit_group()
-            right = x_s.index(slot).permute((1, 0))
-            extra = e_s.index(slot).permute((1, 0))
-            ahead = gl.minimum(turn + 1, BLOCKS - 1)
-            left = expand(g_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), g_scales, N)
-            g_scales = scales_of(scale1, ahead, COLUMNS)
-            gate0, gate2 = _multiply(left, right, gate0, extra, gate2, wider, E)
-            left = expand(u_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), u_scales, N)
-            u_scales = scales_of(scale3, ahead, COLUMNS)
-            up0, up2 = _multiply(left, right, up0, extra, up2, wider, E)
-            if MT == 2:
-                left = expand(g_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), h_scales, N)
-                h_scales = scales_of(scale1 + 2 * COLUMNS, ahead, COLUMNS)
-                gate1, gate3 = _multiply(left, right, gate1, extra, gate3, wider, E)
-                left = expand(u_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), v_scales, N)
-                v_scales = scales_of(scale3 + 2 * COLUMNS, ahead, COLUMNS)
-                up1, up3 = _multiply(left, right, up1, extra, up3, wider, E)
-        async_copy.wait_group(0)
-        finish_hidden(gate0, up0, slots, weight_ptr, out_ptr, row, inner, limit, N)
         if EXTRA > 0:
-            finish_hidden(gate2, up2, slots + N, weight_ptr, out_ptr, row, inner, limit, E)
-        if MT == 2:
-            finish_hidden(gate1, up1, slots, weight_ptr, out_ptr, row + 64, inner, limit, N)
-            if EXTRA > 0:
-                finish_hidden(gate3, up3, slots + N, weight_ptr, out_ptr, row + 64, inner, limit, E)
-        for j in gl.static_range(STAGES):
-            mbarrier.invalidate(bars.index(j))
+            if gl.load(slots + N) >= 0:
+                _hidden_tile(
+                    w1_desc, w3_desc, x_desc, e_desc, slots, weight_ptr, scale1, scale3, out_ptr, base,
+                    first, row, inner, limit, g_s, u_s, x_s, e_s, bars, COLUMNS, N, EXTRA, MT, STAGES,
+                    True,
+                )  # fmt: skip
+            else:
+                _hidden_tile(
+                    w1_desc, w3_desc, x_desc, e_desc, slots, weight_ptr, scale1, scale3, out_ptr, base,
+                    first, row, inner, limit, g_s, u_s, x_s, e_s, bars, COLUMNS, N, EXTRA, MT, STAGES,
+                    False,
+                )  # fmt: skip
+        else:
+            _hidden_tile(
+                w1_desc, w3_desc, x_desc, e_desc, slots, weight_ptr, scale1, scale3, out_ptr, base,
+                first, row, inner, limit, g_s, u_s, x_s, e_s, bars, COLUMNS, N, EXTRA, MT, STAGES,
+                False,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -338,32 +251,98 @@ def _write(acc, slots, out_ptr, row, outputs, N: gl.constexpr):
 
 
 @gluon.jit
-def output(
-    w2_desc,
-    x_ptr,
-    slots_ptr,
-    experts_ptr,
-    s2_ptr,
-    out_ptr,
-    outputs,
-    COLUMNS: gl.constexpr,
-    N: gl.constexpr,
-    EXTRA: gl.constexpr,
-    MT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Grid (outputs / (64 MT), tiles)."""
+def _fetch_one(w_desc, x_desc, e_desc, base, first, block, bar, w_s, x_s, e_s, there,
+               BYTES: gl.constexpr, N: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
+    """`_fetch_two` of one weight."""
+    mbarrier.expect(bar, BYTES, pred=there)
+    tma.async_copy_global_to_shared(w_desc, [base, block * 16], bar, w_s, pred=there)
+    tma.async_copy_global_to_shared(x_desc, [first, block * 128], bar, x_s, pred=there)
+    if WIDE:
+        tma.async_copy_global_to_shared(e_desc, [first + N, block * 128], bar, e_s, pred=there)
+
+
+@gluon.jit
+def _output_tile(
+    w2_desc, x_desc, e_desc, slots, scale, out_ptr, base, first, row, outputs, w_s, x_s, e_s, bars,
+    COLUMNS: gl.constexpr, N: gl.constexpr, EXTRA: gl.constexpr, MT: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
     BLOCKS: gl.constexpr = COLUMNS // 128
+    E: gl.constexpr = EXTRA if EXTRA > 0 else 8
+    BYTES: gl.constexpr = 64 * MT * 64 + (N + EXTRA if WIDE else N) * 256
+    for i in gl.static_range(STAGES - 1):
+        _fetch_one(w2_desc, x_desc, e_desc, base, first, i, bars.index(i), w_s.index(i), x_s.index(i),
+                   e_s.index(i), i < BLOCKS, BYTES, N, WIDE)  # fmt: skip
+    a0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    a1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    a2 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    a3 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
+    b0 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    b1 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    b2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    b3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
+    s0 = scales_of(scale, 0, COLUMNS)
+    if MT > 1:
+        s1 = scales_of(scale + 2 * COLUMNS, 0, COLUMNS)
+    if MT > 2:
+        s2 = scales_of(scale + 4 * COLUMNS, 0, COLUMNS)
+        s3 = scales_of(scale + 6 * COLUMNS, 0, COLUMNS)
+    for turn in range(BLOCKS):
+        slot = turn % STAGES
+        mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
+        fill = turn + STAGES - 1
+        to = fill % STAGES
+        barrier()  # everybody is done with the stage that is filled next
+        _fetch_one(w2_desc, x_desc, e_desc, base, first, fill, bars.index(to), w_s.index(to), x_s.index(to),
+                   e_s.index(to), fill < BLOCKS, BYTES, N, WIDE)  # fmt: skip
+        x = x_s.index(slot)
+        e = e_s.index(slot)
+        ahead = gl.minimum(turn + 1, BLOCKS - 1)
+        w = w_s.index(slot)
+        a0, b0, _, _ = multiply_rows(w, 0, s0, x, e, a0, b0, a0, b0, True, WIDE, N, E)
+        s0 = scales_of(scale, ahead, COLUMNS)
+        if MT > 1:
+            a1, b1, a0, b0 = multiply_rows(w, 64, s1, x, e, a1, b1, a0, b0, False, WIDE, N, E)
+            s1 = scales_of(scale + 2 * COLUMNS, ahead, COLUMNS)
+        if MT > 2:
+            a2, b2, a1, b1 = multiply_rows(w, 128, s2, x, e, a2, b2, a1, b1, False, WIDE, N, E)
+            s2 = scales_of(scale + 4 * COLUMNS, ahead, COLUMNS)
+            a3, b3, a2, b2 = multiply_rows(w, 192, s3, x, e, a3, b3, a2, b2, False, WIDE, N, E)
+            s3 = scales_of(scale + 6 * COLUMNS, ahead, COLUMNS)
+            a3, b3 = ended(a3, b3, WIDE)
+        elif MT > 1:
+            a1, b1 = ended(a1, b1, WIDE)
+        else:
+            a0, b0 = ended(a0, b0, WIDE)
+    _write(a0, slots, out_ptr, row, outputs, N)
+    if WIDE:
+        _write(b0, slots + N, out_ptr, row, outputs, E)
+    if MT > 1:
+        _write(a1, slots, out_ptr, row + 64, outputs, N)
+        if WIDE:
+            _write(b1, slots + N, out_ptr, row + 64, outputs, E)
+    if MT > 2:
+        _write(a2, slots, out_ptr, row + 128, outputs, N)
+        _write(a3, slots, out_ptr, row + 192, outputs, N)
+        if WIDE:
+            _write(b2, slots + N, out_ptr, row + 128, outputs, E)
+            _write(b3, slots + N, out_ptr, row + 192, outputs, E)
+
+
+@gluon.jit
+def output(
+    w2_desc, x_desc, e_desc, slots_ptr, experts_ptr, s2_ptr, out_ptr, outputs,
+    COLUMNS: gl.constexpr, N: gl.constexpr, EXTRA: gl.constexpr, MT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Grid (outputs / (64 MT), tiles)."""
     E: gl.constexpr = EXTRA if EXTRA > 0 else 8
     grid_wait()
     grid_release()
     tile = gl.program_id(1)
     expert = gl.load(experts_ptr + tile)
     if expert >= 0:
-        slots = slots_ptr + tile * (N + EXTRA)
-        wider = EXTRA > 0
-        if EXTRA > 0:
-            wider = gl.load(slots + N) >= 0
+        first = tile * (N + EXTRA)
+        slots = slots_ptr + first
         row = gl.program_id(0) * (64 * MT)
         base = expert * outputs + row
         scale = s2_ptr + base.to(gl.int64) * (COLUMNS // 32)
@@ -375,82 +354,22 @@ def output(
             mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
         barrier()
-        rows = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(1, _COPY)))
-        rows = gl.maximum(rows, 0).to(gl.int64) * COLUMNS
-        more = gl.load(slots + (N if EXTRA > 0 else 0) + gl.arange(0, E, layout=gl.SliceLayout(1, _COPY)))
-        more = gl.maximum(more, 0).to(gl.int64) * COLUMNS
-        for i in gl.static_range(STAGES - 1):
-            if i < BLOCKS:
-                mbarrier.expect(bars.index(i), 64 * MT * 64)
-                tma.async_copy_global_to_shared(w2_desc, [base, i * 16], bars.index(i), w_s.index(i))
-                _copy(x_s.index(i), x_ptr, rows, i, True)
-                if EXTRA > 0:
-                    _copy(e_s.index(i), x_ptr, more, i, True)
-            async_copy.commit_group()
-        a0 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        a1 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        a2 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        a3 = gl.full([64, N], 0.0, gl.float32, wide(4, N))
-        b0 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        b1 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        b2 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        b3 = gl.full([64, E], 0.0, gl.float32, wide(4, E))
-        s0 = scales_of(scale, 0, COLUMNS)
-        if MT > 1:
-            s1 = scales_of(scale + 2 * COLUMNS, 0, COLUMNS)
-        if MT > 2:
-            s2 = scales_of(scale + 4 * COLUMNS, 0, COLUMNS)
-            s3 = scales_of(scale + 6 * COLUMNS, 0, COLUMNS)
-        for turn in range(BLOCKS):
-            slot = turn % STAGES
-            mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            barrier()
-            fill = turn + STAGES - 1
-            to = fill % STAGES
-            there = fill < BLOCKS
-            mbarrier.expect(bars.index(to), 64 * MT * 64, pred=there)
-            tma.async_copy_global_to_shared(
-                w2_desc, [base, fill * 16], bars.index(to), w_s.index(to), pred=there
-            )
-            _copy(x_s.index(to), x_ptr, rows, fill, there)
-            if EXTRA > 0:
-                _copy(e_s.index(to), x_ptr, more, fill, there)
-            async_copy.commit_group()
-            right = x_s.index(slot).permute((1, 0))
-            extra = e_s.index(slot).permute((1, 0))
-            ahead = gl.minimum(turn + 1, BLOCKS - 1)
-            left = expand(w_s.index(slot).slice(0, 64, dim=0).load(_WORDS4), s0, N)
-            s0 = scales_of(scale, ahead, COLUMNS)
-            a0, b0 = _multiply(left, right, a0, extra, b0, wider, E)
-            if MT > 1:
-                left = expand(w_s.index(slot).slice(64, 64, dim=0).load(_WORDS4), s1, N)
-                s1 = scales_of(scale + 2 * COLUMNS, ahead, COLUMNS)
-                a1, b1 = _multiply(left, right, a1, extra, b1, wider, E)
-            if MT > 2:
-                left = expand(w_s.index(slot).slice(128, 64, dim=0).load(_WORDS4), s2, N)
-                s2 = scales_of(scale + 4 * COLUMNS, ahead, COLUMNS)
-                a2, b2 = _multiply(left, right, a2, extra, b2, wider, E)
-                left = expand(w_s.index(slot).slice(192, 64, dim=0).load(_WORDS4), s3, N)
-                s3 = scales_of(scale + 6 * COLUMNS, ahead, COLUMNS)
-                a3, b3 = _multiply(left, right, a3, extra, b3, wider, E)
-        async_copy.wait_group(0)
-        _write(a0, slots, out_ptr, row, outputs, N)
         if EXTRA > 0:
-            _write(b0, slots + N, out_ptr, row, outputs, E)
-        if MT > 1:
-            _write(a1, slots, out_ptr, row + 64, outputs, N)
-            if EXTRA > 0:
-                _write(b1, slots + N, out_ptr, row + 64, outputs, E)
-        if MT > 2:
-            _write(a2, slots, out_ptr, row + 128, outputs, N)
-            _write(a3, slots, out_ptr, row + 192, outputs, N)
-            if EXTRA > 0:
-                _write(b2, slots + N, out_ptr, row + 128, outputs, E)
-                _write(b3, slots + N, out_ptr, row + 192, outputs, E)
-        for j in gl.static_range(STAGES):
-            mbarrier.invalidate(bars.index(j))
+            if gl.load(slots + N) >= 0:
+                _output_tile(
+                    w2_desc, x_desc, e_desc, slots, scale, out_ptr, base, first, row, outputs, w_s,
+                    x_s, e_s, bars, COLUMNS, N, EXTRA, MT, STAGES, True,
+                )  # fmt: skip
+            else:
+                _output_tile(
+                    w2_desc, x_desc, e_desc, slots, scale, out_ptr, base, first, row, outputs, w_s,
+                    x_s, e_s, bars, COLUMNS, N, EXTRA, MT, STAGES, False,
+                )  # fmt: skip
+        else:
+            _output_tile(
+                w2_desc, x_desc, e_desc, slots, scale, out_ptr, base, first, row, outputs, w_s, x_s,
+                e_s, bars, COLUMNS, N, EXTRA, MT, STAGES, False,
+            )  # fmt: skip
 
 
 def experts(
@@ -471,11 +390,13 @@ def experts(
     count, inner = w1.shape[:2]
     n, extra = slots
     rows, stages, rows2, stages2 = (2, 3, 4, 3) if n == 64 else (2, 4, 2, 6)
-    seen = torch.empty(tokens, width, dtype=torch.bfloat16, device=x.device)
-    quantise[(triton.cdiv(tokens, 8), width // 128)](
-        x, seen, tokens, width, x.stride(0), num_warps=4, launch_pdl=True
+    places = tiles[2] * (n + extra)
+    seen = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
+    each = next(n for n in (5, 4, 3, 2, 1) if width // 128 % n == 0)
+    quantise[(triton.cdiv(places, 8), width // 128 // each)](
+        x, tiles[0], seen, places, k, width, x.stride(0), each, num_warps=4, launch_pdl=True
     )
-    filled = torch.empty(tokens * k, inner, dtype=torch.bfloat16, device=x.device)
+    filled = torch.empty(places, inner, dtype=torch.bfloat16, device=x.device)
     d1, d3 = (
         TensorDescriptor.from_tensor(
             w.view(torch.int32).view(count * inner, width // 8), [64 * rows, 16], SHARED_W.value
@@ -483,14 +404,21 @@ def experts(
         for w in (w1, w3)
     )
     hidden[(inner // (64 * rows), tiles[2])](
-        d1, d3, seen, *tiles[:2], weights, s1, s3, filled, inner, k, limit, width, n, extra, rows, stages,
-        num_warps=4, launch_pdl=True,
+        d1, d3, *_rows(seen, n, extra), *tiles[:2], weights, s1, s3, filled, inner, limit, width, n, extra,
+        rows, stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=x.device)
     d2 = TensorDescriptor.from_tensor(
         w2.view(torch.int32).view(count * width, inner // 8), [64 * rows2, 16], SHARED_W.value
     )
     output[(width // (64 * rows2), tiles[2])](
-        d2, filled, *tiles[:2], s2, y, width, inner, n, extra, rows2, stages2, num_warps=4, launch_pdl=True
-    )
+        d2, *_rows(filled, n, extra), *tiles[:2], s2, y, width, inner, n, extra, rows2, stages2, num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip
     return y
+
+
+def _rows(x: torch.Tensor, n: int, extra: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of blocks of n and of `extra` rows by 128 channels."""
+    first, more = (TensorDescriptor.from_tensor(x, [size, 128], SHARED_X.value) for size in (n, extra or 8))
+    return first, more

@@ -18,10 +18,10 @@ from cedar.kernels.prepared import Prepared, empty_codes
 from cedar.kernels.prepared_triton import store_codes
 from triton.language.extra.cuda import gdc_wait
 
-SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by a program for every expert
+SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by a program for every BLOCK
 UNSORTED = 16  # tokens whose slots are tiles of their own on Hopper
 EIGHT = 10  # slots an expert, on average, up to which tiles have eight there
-BLOCK = 4096  # slots such a program reads at a time
+BLOCK = 512
 
 
 @triton.jit
@@ -49,43 +49,59 @@ def _align(
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, count, B: tl.constexpr):
-    """Grid (experts): how many slots chose each."""
-    expert = tl.program_id(0)
-    total = tl.zeros([B], tl.int32)
-    for start in range(0, count, B):
-        at = start + tl.arange(0, B)
-        total += (tl.load(ids_ptr + at, mask=at < count, other=-1).to(tl.int32) == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(total, axis=0))
+def _count(ids_ptr, counts_ptr, count, E: tl.constexpr, B: tl.constexpr):
+    """Grid (ceil(count / B)): how many of B slots chose each expert, a row [E] a program."""
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    expert = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int32)
+    row = counts_ptr + tl.program_id(0) * E + tl.arange(0, E)
+    tl.store(row, tl.histogram(expert, E, mask=at < count))
 
 
 @triton.jit
 def _place(
-    ids_ptr, counts_ptr, slots_ptr, owners_ptr, count, tiles, experts,
-    T: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
+    ids_ptr, counts_ptr, cursor_ptr, slots_ptr, owners_ptr, count, tiles, experts,
+    T: tl.constexpr, P: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts + 1): an expert's slots in order, padded; the last program clears the tiles left over."""
-    expert = tl.program_id(0)
+    """The same grid: B slots to their places, expert by expert in their order, and an equal share of the
+    tiles: whose they are, and -1 where they have no slot. cursor [programs, E]; P: T to a power of two.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
     every = tl.arange(0, E)
-    counts = tl.load(counts_ptr + every, mask=every < experts, other=0)
-    needed = (counts + T - 1) // T
-    first = tl.sum(tl.where(every < expert, needed, 0), axis=0)
-    mine = tl.sum(tl.where(every == expert, counts, 0), axis=0)
-    end = tl.where(expert == experts, tiles, first + (mine + T - 1) // T)
-    for tile in range(first, end, E):
-        at = tile + every
-        tl.store(owners_ptr + at, tl.where(expert == experts, -1, expert), mask=at < end)
-    for start in range(first * T + mine, end * T, B):
-        at = start + tl.arange(0, B)
-        tl.store(slots_ptr + at, -1, mask=at < end * T)
-    if mine > 0:
-        seen = first * T
-        for start in range(0, count, B):
-            at = start + tl.arange(0, B)
-            hit = (tl.load(ids_ptr + at, mask=at < count, other=-1).to(tl.int32) == expert).to(tl.int32)
-            rank = tl.cumsum(hit, axis=0)
-            tl.store(slots_ptr + seen + rank - 1, at, mask=hit > 0)
-            seen += tl.sum(hit, axis=0)
+    total = tl.zeros([E], tl.int32)
+    before = tl.zeros([E], tl.int32)
+    for start in range(0, programs, 16):
+        row = start + tl.arange(0, 16)
+        counts = tl.load(
+            counts_ptr + row[:, None] * E + every[None, :], mask=(row < programs)[:, None], other=0
+        )
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((row < program)[:, None], counts, 0), axis=0)
+    needed = (total + T - 1) // T
+    end = tl.cumsum(needed, axis=0)
+    first = (end - needed) * T
+    cursor = cursor_ptr + program * E
+    tl.store(cursor + every, first + before)
+    tl.debug_barrier()
+    at = program * B + tl.arange(0, B)
+    expert = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int32)
+    rank = tl.zeros([B], tl.int32)
+    for start in range(program * B, (program + 1) * B, 32):
+        other = start + tl.arange(0, 32)
+        theirs = tl.load(ids_ptr + other, mask=other < count, other=-1).to(tl.int32)
+        ahead = (theirs[None, :] == expert[:, None]) & (other[None, :] < at[:, None])
+        rank += tl.sum(ahead.to(tl.int32), axis=1)
+    tl.store(slots_ptr + tl.load(cursor + expert) + rank, at, mask=at < count)
+    each = (tiles + programs - 1) // programs
+    stop = tl.minimum((program + 1) * each, tiles)
+    for start in range(program * each, stop, 4):
+        tile = start + tl.arange(0, 4)
+        owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        tl.store(owners_ptr + tile, tl.where(owner < experts, owner, -1), mask=tile < stop)
+        mine = every[None, :] == owner[:, None]
+        have = tl.sum(tl.where(mine, (first + total)[None, :], 0), axis=1)  # 0 beyond the last expert's tiles
+        place = tile[:, None] * T + tl.arange(0, P)[None, :]
+        empty = (place >= have[:, None]) & (tl.arange(0, P) < T)[None, :] & (tile < stop)[:, None]
+        tl.store(slots_ptr + place, -1, mask=empty)
 
 
 def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -111,10 +127,14 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
             num_warps=8,
         )
         return slots, owners, tiles
-    counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     size = triton.next_power_of_2(experts)
-    _count[(experts,)](ids, counts, count, BLOCK)
-    _place[(experts + 1,)](ids, counts, slots, owners, count, tiles, experts, together, size, BLOCK)
+    programs = triton.cdiv(count, BLOCK)
+    counts, cursor = torch.empty(2, programs, size, dtype=torch.int32, device=ids.device)
+    wide = triton.next_power_of_2(together)
+    _count[(programs,)](ids, counts, count, size, BLOCK)
+    _place[(programs,)](
+        ids, counts, cursor, slots, owners, count, tiles, experts, together, wide, size, BLOCK, num_warps=8
+    )
     return slots, owners, tiles
 
 

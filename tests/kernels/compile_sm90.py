@@ -193,6 +193,8 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         {
             "w1_desc": block("i32", 128, 16, swizzle=64),
             "w3_desc": block("i32", 128, 16, swizzle=64),
+            "x_desc": block("bf16", 64, 128),
+            "e_desc": block("bf16", 16, 128),
             "weight_ptr": "*fp32",
             "out_ptr": "*bf16",
         },
@@ -201,7 +203,12 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     (
         experts_hopper.output,
         {"COLUMNS": 2304, "N": 64, "EXTRA": 16, "MT": 4, "STAGES": 3},
-        {"w2_desc": block("i32", 256, 16, swizzle=64), "out_ptr": "*bf16"},
+        {
+            "w2_desc": block("i32", 256, 16, swizzle=64),
+            "x_desc": block("bf16", 64, 128),
+            "e_desc": block("bf16", 16, 128),
+            "out_ptr": "*bf16",
+        },
         4,
     ),
     (

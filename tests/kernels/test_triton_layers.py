@@ -150,6 +150,29 @@ def test_experts(sorted_by_one: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got - want).norm() <= 1e-3 * want.norm()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "together"), [(700, 384, 6, 80), (430, 40, 3, 16), (5, 7, 2, 8)]
+)
+def test_slots_by_expert_in_order(
+    tokens: int, experts: int, k: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several programs sort: more slots than a program's, experts with none, one and several tiles."""
+    from cedar.kernels import experts_triton
+
+    monkeypatch.setattr(experts_triton, "SORTED_BY_ONE", 0)
+    ids = torch.rand(tokens, experts).mul(torch.rand(experts)).topk(k, dim=1).indices.sort(dim=1).values
+    slots, owners, tiles = experts_triton._tiles_of(ids, experts, together)
+    places, whose = [], []
+    for expert in range(experts):
+        mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+        count = -(-len(mine) // together)
+        places += mine + [-1] * (count * together - len(mine))
+        whose += [expert] * count
+    assert len(whose) <= tiles
+    assert owners.tolist() == whose + [-1] * (tiles - len(whose))
+    assert slots.tolist() == places + [-1] * (tiles * together - len(places))
+
+
 def test_mhc() -> None:
     from cedar.kernels import mhc_triton
 
