@@ -5,9 +5,12 @@ another's shared memory.
 A kernel is compiled as if it were alone and started in clusters along its grid's first axis: program_id(0) is
 the rank within the cluster. Beside what Gluon allocates it has one area of its own, by its address:
 
-    base = area(SIZE); arrive()          # at the start: this program runs
-    wait(); push(...); arrive(); wait()  # all run; all have written
-    pull(base + ...)
+    base = area(SIZE + 16); expect(base + SIZE, bytes); arrive()  # at the start: this program runs
+    wait(); send(base, base + SIZE, ...)                           # all run
+    received(base + SIZE); pull(base + ...)                        # all that is for this program is there
+
+A barrier of the cluster after the writes would wait for the program's writes to memory, too (a fence of the
+whole card).
 """
 
 from __future__ import annotations
@@ -53,41 +56,81 @@ def wait():
 
 
 @gluon.jit
-def push(base, values, offset, rank, mine):
-    """Writes fp32 `values` to byte `offset` of the area of program `rank` of the cluster, where `mine`: all
-    of one shape and layout.
+def expect(barrier, bytes):
+    """Sets up the mbarrier at address `barrier` of this program's area, for so many bytes from the cluster.
+
+    Before `arrive`.
     """
     gl.inline_asm_elementwise(
         """{
-.reg .b32 a;
 .reg .pred p;
-setp.ne.b32 p, $5, 0;
-add.u32 a, $1, $3;
-mapa.shared::cluster.u32 a, a, $4;
-@p st.shared::cluster.b32 [a], $2;
+.reg .b32 t;
+mov.u32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p mbarrier.init.shared::cta.b64 [$1], 1;
+@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2;
+mov.b32 $0, t;
+}""",
+        "=r,r,r", [barrier, bytes], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send(base, barrier, values, offset, rank, mine):
+    """Sends fp32 `values` to byte `offset` of the area of program `rank` of the cluster, where `mine`: all of
+    one shape and layout. They count for that program's `barrier`; nobody waits for the cluster.
+    """
+    gl.inline_asm_elementwise(
+        """{
+.reg .b32 a, b;
+.reg .pred p;
+setp.ne.b32 p, $6, 0;
+add.u32 a, $1, $4;
+mapa.shared::cluster.u32 a, a, $5;
+mapa.shared::cluster.u32 b, $2, $5;
+@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $3, [b];
 mov.b32 $0, a;
 }""",
-        "=r,r,r,r,r,r", [base + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        "=r,r,r,r,r,r,r", [base + offset * 0, barrier + offset * 0, values, offset, rank, mine.to(gl.int32)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def push_pairs(base, values, offset, rank, mine):
-    """As `push`, two values at a time, which must be neighbours in a thread and in the area."""
+def send_fours(base, barrier, values, offset, rank, mine):
+    """As `send`, four values that follow one another in a thread at a time, to the offset of the first."""
     gl.inline_asm_elementwise(
         """{
-.reg .b32 a;
+.reg .b32 a, b;
 .reg .pred p;
-setp.ne.b32 p, $10, 0;
-add.u32 a, $2, $6;
-mapa.shared::cluster.u32 a, a, $8;
-@p st.shared::cluster.v2.b32 [a], {$4, $5};
+setp.ne.b32 p, $24, 0;
+add.u32 a, $4, $16;
+mapa.shared::cluster.u32 a, a, $20;
+mapa.shared::cluster.u32 b, $8, $20;
+@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$12, $13, $14, $15}, [b];
 mov.b32 $0, a;
 mov.b32 $1, a;
+mov.b32 $2, a;
+mov.b32 $3, a;
 }""",
-        "=r,=r,r,r,r,r,r,r,r,r,r,r", [base + offset * 0, values, offset, rank, mine.to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=2,
+        "=r,=r,=r,=r" + ",r" * 24,
+        [base + offset * 0, barrier + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def received(barrier):
+    """Waits for what `expect` named."""
+    gl.inline_asm_elementwise(
+        """{
+.reg .pred p;
+AGAIN:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], 0;
+@!p bra AGAIN;
+mov.b32 $0, 0;
+}""",
+        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -132,7 +132,9 @@ def fetch_words(words_s, word_ptr, first, count, token, tokens, NB: gl.constexpr
                 EACH: gl.constexpr, SHARE: gl.constexpr, SHARES: gl.constexpr, BLOCKS: gl.constexpr,
                 WARPS: gl.constexpr):  # fmt: skip
     """Words of scales [tokens, BLOCKS] to words_s, laid out as `quantise_into` does."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [32 // N, N], [WARPS, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout(
+        [1, 1], [32 // N, N] if N <= 16 else [8, 4], [WARPS, 1] if N <= 16 else [1, WARPS], [1, 0]
+    )
     block = gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, L))
     n = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     t = gl.minimum(token + n % EACH, tokens - 1)

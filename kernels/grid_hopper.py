@@ -40,6 +40,17 @@ def grid_release():
     )
 
 
+@gluon.constexpr_function
+def _prefetch(parameter):
+    return f"prefetch.param.tensormap [{parameter}]; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def fetch_descriptor(PARAMETER: gl.constexpr):
+    """Brings a bulk copy's descriptor, the parameter of that name in PTX, near, lest the first copy wait."""
+    gl.inline_asm_elementwise(_prefetch(PARAMETER), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def meet(cell, SPLITS: gl.constexpr):
     """Waits until all SPLITS (at most 64) programs of a group are here; a call adds 64 to the counter.

@@ -36,15 +36,20 @@ def linear_fp8(
     made by `expand_fp8_blocks`, spares the CPU reference the expansion at every call; devices with a kernel
     ignore it. `prepared`: the rows of x as their producer quantised them; one in the order that `order_for`
     names spares the launch that quantises, others and the CPU's are passed over. x itself may be such rows
-    [N, I], in order CODES, where no bf16 ones exist.
+    [N, I], in that order or CODES, where no plain ones exist.
     """
     c = Contract("linear_fp8")
     c.expect("weight", weight, "O I", torch.float8_e4m3fn)
     c.expect("scale", scale, "ceil(O/32) ceil(I/32)", torch.uint8)
     if isinstance(x, Prepared):
-        c.require("x", x.order == CODES, f"is in order {x.order}, not {CODES}")
-        _check_codes(c, "x", x)
-        if x.values.is_cuda and order_for(x.values.shape[0], weight) == CODES:
+        ready = x.values.is_cuda and x.order == order_for(x.values.shape[0], weight)
+        c.require("x", ready or x.order == CODES, f"is in order {x.order}, not {CODES}")
+        if x.order == CODES:
+            _check_codes(c, "x", x)
+        else:
+            c.expect("x.values", x.values, "N I", torch.bfloat16)
+            c.require("x.values", x.values.is_contiguous(), "must be contiguous")
+        if ready:
             from cedar.kernels import linear_triton
 
             return linear_triton.linear_fp8(x.values, weight, scale, (x,))

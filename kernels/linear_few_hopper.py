@@ -24,7 +24,7 @@ from cedar.kernels.codes_hopper import (
     power_of_two,
     quantise_into,
 )
-from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
+from cedar.kernels.grid_hopper import barrier, fetch_descriptor, grid_release, grid_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -75,11 +75,11 @@ def _scaled(acc, part, sw, sx, k: gl.constexpr, WARPS: gl.constexpr, N: gl.const
 def few(
     w_desc, x_desc, x_ptr, word_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, KQ: gl.constexpr, U: gl.constexpr, EARLY: gl.constexpr,
+    WARPS: gl.constexpr, KQ: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr,
     CODES: gl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, outputs / ROWS, ceil(tokens / (N / KQ))): 16 WARPS rows of a tile, NB blocks of 128
-    channels a program, U of them at a time. CODES: activations come quantised.
+    channels a program; those beyond the last are zeros. CODES: activations come quantised.
     """
     BLOCKS: gl.constexpr = COLUMNS // 128
     TALL: gl.constexpr = 16 * WARPS
@@ -91,11 +91,13 @@ def few(
     STRIDE: gl.constexpr = 4 * EACH + 16  # bytes of a token's part in the cluster's area: no bank conflicts
     W: gl.constexpr = sums(WARPS, N)
     split = gl.program_id(0)
-    if SPLITS > 1:
-        area = cluster.area(SPLITS * N * STRIDE)
-        cluster.arrive()
     row = gl.program_id(1) * ROWS
     token = gl.program_id(2) * TT
+    if SPLITS > 1:
+        area = cluster.area(SPLITS * N * STRIDE + 16)
+        sent = gl.minimum(tokens - token, N) * (SPLITS * EACH * 4)
+        cluster.expect(area + SPLITS * N * STRIDE, sent if split * EACH < ROWS else 0)
+        cluster.arrive()
     first = split * NB
     count = gl.minimum(NB, SHARE - first)
     raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
@@ -112,10 +114,8 @@ def few(
     fence_async_shared()
     barrier()
     for i in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(i), TALL * 128, pred=i < count)
-        tma.async_copy_global_to_shared(
-            w_desc, [first + i, 0, row, 0], bars.index(i), raw.index(i), pred=i < count
-        )
+        mbarrier.expect(bars.index(i), TALL * 128)
+        tma.async_copy_global_to_shared(w_desc, [first + i, 0, row, 0], bars.index(i), raw.index(i))
     # a word of scales for every 16 rows and block
     S: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
     block = gl.minimum(gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S)), count - 1)
@@ -123,7 +123,8 @@ def few(
     share = gl.minimum(r // ROWS, SHARES - 1)
     line = (row + r % ROWS) // 32 * BLOCKS + share * SHARE + first
     words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + line[None, :] + block[:, None])
-    sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
+    if CODES:
+        fetch_descriptor("few_param_9")
     if EARLY:
         grid_release()
     grid_wait()
@@ -133,10 +134,12 @@ def few(
         mbarrier.expect(ready, NB * N * 128)
         for i in gl.static_range(NB):
             tma.async_copy_global_to_shared(x_desc, [token, (first + i) * 128], ready, x_s.index(i))
+        sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
         barrier()
         mbarrier.wait(ready, 0)
     else:
+        sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         quantise_into(
             x_s, sx_s, x_ptr, first, count, token, tokens, x_stride, NB, N, TT, SHARE, SHARES, WARPS
         )
@@ -145,31 +148,36 @@ def few(
     zero = gl.full([TALL, N], 0.0, gl.float32, W)
     acc = gl.reshape(zero, [WARPS, 16, N])
     C: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    for start in range(0, count, U):
-        parts = ()
-        for u in gl.static_range(U):
-            turn = start + u
-            mbarrier.wait(bars.index(turn % STAGES), (turn // STAGES) & 1)
-            w = w_s.index(turn % STAGES)
-            x = x_s.index(turn)
-            for k in gl.static_range(4):
-                parts += (_part(w, x, k, zero),)  # type: ignore[assignment]
-        parts = warpgroup_mma_wait(0, deps=parts)
-        if NB > STAGES:
-            barrier()
-            for u in gl.static_range(U):
-                next = start + u + STAGES
-                more = next < count
-                slot = next % STAGES
-                mbarrier.expect(bars.index(slot), TALL * 128, pred=more)
+    LAG: gl.constexpr = 1 if OVERLAP else 0
+    for i in gl.static_range(NB + LAG):
+        if i < NB:
+            mbarrier.wait(bars.index(i % STAGES), i // STAGES & 1)
+            w = w_s.index(i % STAGES)
+            x = x_s.index(i)
+            next = (_part(w, x, 0, zero), _part(w, x, 1, zero), _part(w, x, 2, zero), _part(w, x, 3, zero))
+        if OVERLAP:  # a block is multiplied while the one before is scaled
+            if i == 0:
+                parts = next
+            elif i < NB:
+                parts = warpgroup_mma_wait(4, deps=parts + next)
+            else:
+                parts = warpgroup_mma_wait(0, deps=parts)
+        else:
+            parts = warpgroup_mma_wait(0, deps=next)
+        if i >= LAG:
+            if i - LAG + STAGES < NB:
+                barrier()
+                mbarrier.expect(bars.index((i - LAG) % STAGES), TALL * 128)
                 tma.async_copy_global_to_shared(
-                    w_desc, [first + next, 0, row, 0], bars.index(slot), raw.index(slot), pred=more
-                )
-        for u in gl.static_range(U):
-            sx = sx_s.index(start + u).load(gl.SliceLayout(0, C))
-            sw = sw_s.index(start + u).load(gl.SliceLayout(1, C))
+                    w_desc, [first + i - LAG + STAGES, 0, row, 0], bars.index((i - LAG) % STAGES),
+                    raw.index((i - LAG) % STAGES),
+                )  # fmt: skip
+            sx = sx_s.index(i - LAG).load(gl.SliceLayout(0, C))
+            sw = sw_s.index(i - LAG).load(gl.SliceLayout(1, C))
             for k in gl.static_range(4):
-                acc = _scaled(acc, parts[4 * u + k], sw, sx, k, WARPS, N)
+                acc = _scaled(acc, parts[k], sw, sx, k, WARPS, N)
+            if OVERLAP and i < NB:
+                parts = (parts[4], parts[5], parts[6], parts[7])
     total = gl.convert_layout(gl.reshape(acc, [TALL, N]), W)
     r2 = gl.arange(0, TALL, layout=gl.SliceLayout(1, W))
     t2 = gl.arange(0, N, layout=gl.SliceLayout(0, W))
@@ -177,9 +185,10 @@ def few(
         offset = (r2 % EACH * 4)[:, None] + ((split * N + t2) * STRIDE)[None, :]
         mine = (token + t2 < tokens)[None, :] & (offset >= 0)
         cluster.wait()
-        cluster.push(area, total, offset, (r2 // EACH)[:, None] + offset * 0, mine)
-        cluster.arrive()
-        cluster.wait()
+        cluster.send(
+            area, area + SPLITS * N * STRIDE, total, offset, (r2 // EACH)[:, None] + offset * 0, mine
+        )
+        cluster.received(area + SPLITS * N * STRIDE)
         J: gl.constexpr = joined(WARPS, EACH)
         if split * EACH < ROWS:
             r5 = gl.arange(0, EACH, layout=gl.SliceLayout(0, J))

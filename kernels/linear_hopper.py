@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""FP8 matrix products of 1 to 1024 tokens on Hopper: how a shape is cut, and its launch.
+"""FP8 matrix products on Hopper: how a shape is cut, and its launch.
 
 Activations come quantised by their producer (`Prepared`). Where they do not, `linear_few_hopper` quantises up
 to 16 tokens itself; for more of them (`linear_many_hopper`) a launch here does it, which the product's start
@@ -14,25 +14,26 @@ from typing import NamedTuple
 
 import torch
 import triton
-from cedar.kernels import cluster_hopper
-from cedar.kernels.codes_hopper import TILE8, quantise
+from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
+from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
 from cedar.kernels.linear_few_hopper import TILE84, few, rows_each
-from cedar.kernels.linear_hold_hopper import hold
 from cedar.kernels.linear_many_hopper import area_of, many
+from cedar.kernels.linear_trades_hopper import REGISTERS, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024  # a multiprocessor's, less what the system takes
 FEW = 16  # tokens up to which a product can quantise
+SMALL = 48  # programs that leave room for the next launch's
 MOST = 1024
 
 
 class Few(NamedTuple):
     """How up to 16 tokens are cut: wgmma's columns, blocks of 128 channels a program, stages, warps, shares
-    of the channels in one tile and over a cluster's programs, blocks at a time, and whether the next launch
-    may start before this one's activations are there.
+    of the channels in one tile and over a cluster's programs, whether a block is multiplied while the one
+    before is scaled, and whether the next launch may start before this one's activations are there.
     """
 
     columns: int
@@ -41,34 +42,42 @@ class Few(NamedTuple):
     warps: int
     shares: int
     splits: int
-    together: int
+    overlap: bool
     early: bool
 
 
 class Many(NamedTuple):
-    """How more tokens are cut: tokens and rows a program, blocks of 128 channels a program, stages of weights
-    and of activations, warps, programs that share out the channels, whether they are a cluster, and whether
-    the next launch may start before this one's activations are there.
+    """How more tokens are cut: tokens and rows a program, blocks of 128 channels a program, stages, warps,
+    programs of a cluster that share out the channels, and whether the next launch may start before this
+    one's activations are there.
     """
 
     tokens: int
     rows: int
     blocks: int
     stages: int
-    ahead: int
     warps: int
     splits: int
-    cluster: bool
-    early: bool = True
+    early: bool
 
 
-class Hold(NamedTuple):
-    """How tokens are cut where their activations stay: tokens and rows of a tile, stages, tiles a program."""
+class Trades(NamedTuple):
+    """How 65 tokens and more are cut, 128 a program: rows of a tile, blocks of 128 channels a program,
+    stages, programs that share out the channels, tiles a program, and whether activations stay.
+    """
+
+    rows: int
+    blocks: int
+    stages: int
+    splits: int
+    each: int
+    hold: bool
+
+
+class Bulk(NamedTuple):
+    """How many tokens are cut: tokens a tile of `linear_bulk_hopper`, which meets x in the order GROUPED."""
 
     tokens: int
-    rows: int
-    stages: int
-    each: int
 
 
 def _room(programs: int) -> int:
@@ -80,12 +89,12 @@ def _room(programs: int) -> int:
 def _stages(room: int, stage: int, fixed: int, area: int, most: int) -> int:
     """Stages of `stage` bytes that fit `room` beside `fixed` bytes and a cluster's area, at least one."""
     count = max(1, min(most, (room - 1024 - fixed - area) // stage))
-    while count > 1 and not _granted(area, fixed + count * stage):
+    while count > 1 and not granted(area, fixed + count * stage):
         count -= 1
     return count
 
 
-def _granted(area: int, shared: int) -> bool:
+def granted(area: int, shared: int) -> bool:
     """Whether at least `shared` bytes beside a cluster's area can be had: CUDA must be asked for more than 48
     KiB in all, and Triton asks by its own share alone.
     """
@@ -97,78 +106,118 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     share = triton.cdiv(blocks, 8)
     if tokens == 1 and blocks % share == 0 and 100 <= outputs // 16 <= 3 * MULTIPROCESSORS:
         stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (share + 2), 0, share)
-        return Few(8, share, stages, 8, 8, 1, share if share in (3, 5) and stages == share else 1, True)
+        # with few stages, the block that is multiplied would keep one of them from being filled again
+        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, True)
     n = 8 if tokens <= 8 else 16
     warps = 8 if outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS else 4
     tiles = outputs // (16 * warps)
-    splits = 1
-    while splits < 8 and 2 * splits <= blocks and (blocks > 16 * splits or tiles * splits < 100):
-        splits *= 2
-    each = triton.cdiv(blocks, splits)
+    each = triton.cdiv(blocks, min(range(1, 9), key=lambda splits: _burden(tiles, blocks, splits, 16)))
     while each.bit_count() > 4:  # pieces in which they are quantised
         each += 1
     splits = triton.cdiv(blocks, each)
     area = (
-        cluster_hopper.area_bytes(splits * n * (4 * rows_each(16 * warps, splits) + 16)) if splits > 1 else 0
+        cluster_hopper.area_bytes(splits * n * (4 * rows_each(16 * warps, splits) + 16) + 16)
+        if splits > 1
+        else 0
     )
     stages = _stages(_room(tiles * splits), 2048 * warps, each * (132 * n + 4 * warps), area, each)
-    together = next((u for u in (3, 2) if each % u == 0 and each * splits == blocks), 1)
-    return Few(n, each, stages, warps, 1, splits, together, splits == 1 or tiles * splits > MULTIPROCESSORS)
+    if splits > 1 and stages < each:
+        stages = min(stages, max(4, each // 2))  # with more, the last programs of a cluster find no room
+    overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
+    early = splits == 1 or tiles * splits > MULTIPROCESSORS or tiles * splits <= SMALL
+    return Few(n, each, stages, warps, 1, splits, overlap, early)
 
 
-def _many(tokens: int, outputs: int, columns: int) -> Many | Hold:
+def _many(tokens: int, outputs: int, columns: int) -> Many | Trades:
     blocks = columns // 128
     m = 64 if tokens <= 64 else 128
-    r = 128 if outputs % 128 == 0 else 64
     tall = triton.cdiv(tokens, m)
-    if m == r == 128 and outputs // r >= MULTIPROCESSORS and (blocks + 3) * m * r <= SHARED_BYTES - 8192:
-        return Hold(m, r, 3, triton.cdiv(outputs // r * tall, MULTIPROCESSORS))
-    warps = 8 if m == 128 else 4
-    clusters = _clusters(m, outputs // 64 * tall, blocks)
-    if m == 64 and r == 128 and outputs // r >= MULTIPROCESSORS - 4:
-        splits, cluster = 1, False
-    elif clusters:
-        r, splits, cluster = 64, clusters, clusters > 1
+    if m == 64 and outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS - 4:
+        r, splits = 128, 1
     else:
-        splits = min(64, max(1, MULTIPROCESSORS // (outputs // r * tall)), triton.cdiv(blocks, 2))
-        cluster = False
+        r, splits = 64, _clusters(m, outputs // 64 * tall, blocks)
+    if not splits:
+        return _trades(tall, outputs, blocks)
     each = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, each)
     programs = outputs // r * tall * splits
-    area = cluster_hopper.area_bytes(area_of(m, r, splits)) if cluster else 0
-    fixed = each * r // 8
-    if m == r == 128:
-        stages = ahead = _stages(SHARED_BYTES, 128 * (m + r), fixed, area, min(each, 4 if splits == 1 else 3))
-    else:  # room for the next launch's first programs, too
-        left = _room(max(programs, MULTIPROCESSORS + 1)) - 1024 - fixed - area
-        most = min(each, 6 if programs <= MULTIPROCESSORS else 4)
-        for ahead in range(min(each, 4 if m == 64 else 3), 0, -1):
-            stages = max(1, min(most, (left - 128 * m * ahead) // (128 * r)))
-            if stages >= ahead:
-                break
-    cluster = cluster and _granted(area, fixed + 128 * (m * ahead + r * stages))
-    early = programs > MULTIPROCESSORS if cluster else splits == 1
-    return Many(m, r, each, stages, ahead, warps, splits, cluster, early)
+    area = cluster_hopper.area_bytes(area_of(m, r, splits)) if splits > 1 else 0
+    fixed = power_of_two(each) * (r // 8 + 4 * m)
+    most = min(each, 4 if m == 64 else 3)
+    # room for the next launch's first programs, too, where it does not cost a stage of two
+    room = _room(max(programs, MULTIPROCESSORS + 1) if m == 64 else programs)
+    stages = _stages(room, 128 * (m + r), fixed, area, most)
+    if not granted(area, fixed + 128 * (m + r) * stages):  # few channels: one program takes them all
+        splits, each, stages = 1, blocks, min(blocks, most)
+    return Many(m, r, each, stages, 4 if m == 64 else 8, splits, splits == 1 or programs > MULTIPROCESSORS)
+
+
+def _trades(tall: int, outputs: int, blocks: int) -> Trades:
+    r = 128 if outputs % 128 == 0 else 64
+    tiles = outputs // r
+    kept = (blocks + 3) * 16 * 1024 + power_of_two(blocks) * 512
+    if r == 128 and tiles >= MULTIPROCESSORS and kept <= SHARED_BYTES - 10 * 1024:
+        each = min(triton.cdiv(tiles * tall, MULTIPROCESSORS), 128 // blocks)
+        return Trades(r, blocks, 3, 1, each, True)
+    splits = max(MULTIPROCESSORS // (tiles * tall), triton.cdiv(blocks, 128), 1)  # 128: their scales fit
+    each = triton.cdiv(blocks, min(64, splits, triton.cdiv(blocks, 2)))
+    return Trades(r, each, min(each, 4), triton.cdiv(blocks, each), 1, False)
 
 
 def _clusters(m: int, tiles: int, blocks: int) -> int:
-    """Programs that share out the channels of a tile of 64 rows; 0 where tiles of 128 rows do better."""
-    most = 16 if m == 64 else 10  # blocks a program
+    """Programs that share out the channels of a tile of 64 rows; 0 where trades do better."""
+    if m == 64:
+        return min((1, 2, 4, 8), key=lambda splits: _burden(tiles, blocks, splits))
     splits = 1
-    while splits < 8 and 2 * splits <= blocks and (blocks > most * splits or tiles * splits < 100):
+    while splits < 8 and 2 * splits <= blocks and (blocks > 10 * splits or tiles * splits < 100):
         splits *= 2
-    return splits if m == 64 or (blocks <= most * splits and tiles * splits <= 2 * MULTIPROCESSORS) else 0
+    return splits if blocks <= 10 * splits and tiles * splits <= MULTIPROCESSORS else 0
+
+
+def _burden(tiles: int, blocks: int, splits: int, most: int | None = None) -> tuple[int, bool, int]:
+    """Blocks of the multiprocessor that has most, when `splits` programs share out a tile's. Worse than any:
+    more than `most` blocks a program, fewer than two, or more than three programs a multiprocessor. Worse
+    yet: what shared memory might not hold.
+    """
+    most = most or blocks
+    each, programs = triton.cdiv(blocks, splits), triton.cdiv(tiles * splits, MULTIPROCESSORS)
+    unfit = each > most or (splits > 1 and (2 * splits > blocks or programs > 3))
+    return max(0, each - 2 * most), unfit, programs * each
+
+
+def _bulk_pays(tokens: int, outputs: int) -> bool:
+    """Whether tiles of 128 x 256 through bf16 take less time than tiles of 128 x 128 through FP8. One of
+    these takes two thirds of one of those, so it depends on how often they fill the chip.
+    """
+    rows = outputs // linear_bulk_hopper.ROWS
+    small, large = (triton.cdiv(rows * triton.cdiv(tokens, n), MULTIPROCESSORS) for n in (128, 256))
+    return tokens > MOST or 3 * large < 2 * small
 
 
 @cache
-def plan(tokens: int, outputs: int, columns: int) -> Few | Many | Hold | None:
-    """The cut for a shape, from what was measured at the model's; None where these kernels do not fit."""
-    if columns % 128 or outputs % 64 or not 0 < tokens <= MOST:
+def plan(tokens: int, outputs: int, columns: int, bulk: bool = True) -> Few | Many | Trades | Bulk | None:
+    """The cut for a shape, from what was measured at the model's; None where these kernels do not fit.
+
+    `bulk` False: x is codes, so up to MOST tokens not in bulk.
+    """
+    if columns % 128 or outputs % 64 or tokens <= 0:
         return None
-    cut = _few(tokens, outputs, columns) if tokens <= FEW else _many(tokens, outputs, columns)
-    if isinstance(cut, Hold) and columns < 128 * cut.stages:
-        return None  # its first copies are of so many blocks of one tile
-    return cut
+    if (bulk or tokens > MOST) and outputs % linear_bulk_hopper.ROWS == 0 and _bulk_pays(tokens, outputs):
+        return Bulk(linear_bulk_hopper.TOKENS)
+    if tokens > MOST:
+        return None
+    return _few(tokens, outputs, columns) if tokens <= FEW else _many(tokens, outputs, columns)
+
+
+def is_wide(cut: Few | Many | Trades | Bulk | None) -> bool:
+    """Whether `linear_wide_hopper` has this cut too: whole channels in a program, tiles of its size."""
+    return (
+        isinstance(cut, Trades)
+        and cut.rows == linear_wide_hopper.ROWS
+        and cut.splits == 1
+        and not cut.hold
+        and cut.blocks >= linear_wide_hopper.STAGES
+    )
 
 
 def quantised(x: torch.Tensor) -> Prepared:
@@ -186,18 +235,22 @@ def linear_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    cut: Few | Many | Hold,
+    cut: Few | Many | Trades | Bulk,
     prepared: tuple[Prepared, ...],
 ) -> torch.Tensor:
     """bf16 [N, O]: x bf16 [N, I] quantised, times E4M3 [O, I] with 32x32 scales, cut as `plan` says."""
+    if isinstance(cut, Bulk):
+        return linear_bulk_hopper.product(x, weight, scale, prepared)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
     codes = next((copy for copy in prepared if copy.order == CODES), None)
     if isinstance(cut, Few):
         _launch_few(x, codes, weight, scale, out, cut)
+    elif codes is None and is_wide(cut):
+        linear_wide_hopper.quantising(x, weight, scale, out)
     elif isinstance(cut, Many):
         _launch_many(codes if codes is not None else quantised(x), weight, scale, out, cut)
     else:
-        _launch_hold(codes if codes is not None else quantised(x), weight, scale, out, cut)
+        _launch_trades(codes if codes is not None else quantised(x), weight, scale, out, cut)
     return out
 
 
@@ -230,7 +283,7 @@ def _launch_few(
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
         outputs, x.stride(0), columns, cut.blocks, cut.splits, cut.columns, cut.stages, cut.warps, cut.shares,
-        cut.together, cut.early, codes is not None, num_warps=cut.warps,
+        cut.overlap, cut.early, codes is not None, num_warps=cut.warps,
     )  # fmt: skip
 
 
@@ -239,31 +292,27 @@ def _launch_many(
 ) -> None:
     outputs, columns = weight.shape
     tokens = out.shape[0]
-    tiles = triton.cdiv(tokens, cut.tokens)
-    together = cut.splits if cut.cluster else 1
-    meeting = cut.splits > together
-    part = torch.empty(
-        cut.splits * tiles * cut.tokens * outputs if meeting else 1, dtype=torch.float32, device=out.device
-    )
     cluster_hopper.launch(
-        many, (cut.splits // together, outputs // cut.rows, tiles), together,
+        many, (1, outputs // cut.rows, triton.cdiv(tokens, cut.tokens)), cut.splits,
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [cut.tokens, 128], TILE8.value),
-        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs,
-        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.ahead, cut.warps, cut.cluster,
-        cut.early,
+        x.scale, scale, out, tokens, outputs,
+        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.warps, cut.early,
         num_warps=cut.warps,
     )  # fmt: skip
 
 
-def _launch_hold(
-    x: Prepared, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cut: Hold
+def _launch_trades(
+    x: Prepared, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cut: Trades
 ) -> None:
     outputs, columns = weight.shape
-    tokens = out.shape[0]
-    hold[(triton.cdiv(outputs // cut.rows, cut.each), triton.cdiv(tokens, cut.tokens))](
+    tokens, tall = out.shape[0], triton.cdiv(out.shape[0], 128)
+    left = cut.splits * tall * 128 * outputs if cut.splits > 1 else 1
+    part = torch.empty(left, dtype=torch.float32, device=out.device)
+    trades[(1, cut.splits, triton.cdiv(outputs // cut.rows, cut.each) * tall)](
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
-        TensorDescriptor(x.values, [tokens, columns], [columns, 1], [cut.tokens, 128], TILE8.value),
-        x.scale, scale, out, tokens, outputs, columns // 128, cut.tokens, cut.rows, cut.stages, cut.each,
-        num_warps=8, launch_pdl=True,
+        TensorDescriptor(x.values, [tokens, columns], [columns, 1], [128, 128], TILE8.value),
+        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs, columns // 128,
+        cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

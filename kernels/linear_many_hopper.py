@@ -6,15 +6,14 @@ Weights and activations go from memory to wgmma as they are. A step of the FP8 p
 one scale group: it has a sum of its own, which fp32 multiplies by both scales and adds, one sum being
 multiplied while the next is computed. A thread has two tokens' scales and one for every 32 rows of weights.
 
-Channels are shared out over SPLITS programs: those of a cluster, each of which adds the parts of some tokens,
-or, where their parts do not fit shared memory, programs that wait for one another (`meet`).
+Channels are shared out over the SPLITS programs of a cluster, each of which adds the parts of some rows.
 """
 
 from __future__ import annotations
 
 from cedar.kernels import cluster_hopper as cluster
-from cedar.kernels.codes_hopper import FLAT, FLAT2, TILE8, power, power_of_two
-from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait, meet
+from cedar.kernels.codes_hopper import FLAT, FLAT2, TILE8, fetch_words, power, power_of_two
+from cedar.kernels.grid_hopper import barrier, fetch_descriptor, grid_release, grid_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,29 +34,21 @@ def sums(warps, m, r):
 
 
 @gluon.constexpr_function
-def joined(warps, rows):
-    """[tokens, rows] fp32, four neighbouring rows a thread."""
-    return gl.BlockedLayout([1, 4], [max(1, 128 // rows), min(32, rows // 4)], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
 def written(warps, rows):
     """[tokens, rows] bf16, eight neighbouring rows a thread."""
     return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def tokens_each(m, splits):
-    """Tokens of which each of `splits` programs adds the parts."""
-    return (m + splits - 1) // splits
+def share_of(r, splits):
+    """Of a sum's r rows, eights of which each of `splits` programs adds the parts."""
+    return (r // 8 + splits - 1) // splits
 
 
 @gluon.constexpr_function
 def area_of(m, r, splits):
-    """Bytes of a cluster's area: a part of each program for each token; rows apart by 8 words more, so that
-    a warp's eight tokens meet different banks.
-    """
-    return splits * tokens_each(m, splits) * (r + 8) * 4
+    """Bytes of a cluster's area: a part of each program, and a barrier."""
+    return splits * m * share_of(r, splits) * 32 + 16
 
 
 @gluon.jit
@@ -77,40 +68,54 @@ def scaled(acc, sum, sx, sw, k: gl.constexpr, M: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
+def fours(sum, M: gl.constexpr, R: gl.constexpr):
+    """wgmma's sum [M, R] as its threads hold it, [R / 8, 8 M]: four values in a row each."""
+    parts = gl.reshape(sum, [M // 16, 2, 8, R // 8, 4, 2])
+    return gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [R // 8, 8 * M])
+
+
+@gluon.jit
+def unfold(values, M: gl.constexpr, R: gl.constexpr):
+    """`fours` undone."""
+    parts = gl.reshape(values, [R // 8, M // 16, 8, 4, 2, 2])
+    return gl.reshape(gl.permute(parts, (1, 4, 2, 0, 3, 5)), [M, R])
+
+
+@gluon.jit
 def many(
-    w_desc, x_desc, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs,
+    w_desc, x_desc, word_ptr, scale_ptr, out_ptr, tokens, outputs,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
-    STAGES: gl.constexpr, XSTAGES: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
-    EARLY: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, outputs / R, ceil(tokens / M)): NB blocks of 128 channels a program; STAGES of weights
-    and XSTAGES of activations are on their way.
+    """Grid (SPLITS, outputs / R, ceil(tokens / M)): NB blocks of 128 channels a program, STAGES of them
+    on their way.
     """
     BLOCKS: gl.constexpr = COLUMNS // 128
-    TC: gl.constexpr = tokens_each(M, SPLITS)
-    STRIDE: gl.constexpr = (R + 8) * 4
     W: gl.constexpr = sums(WARPS, M, R)
     split = gl.program_id(0)
-    if CLUSTER:
-        area = cluster.area(area_of(M, R, SPLITS))
-        cluster.arrive()
     row = gl.program_id(1) * R
     token = gl.program_id(2) * M
+    if SPLITS > 1:
+        SHARE: gl.constexpr = share_of(R, SPLITS)
+        PART: gl.constexpr = M * SHARE * 32
+        area = cluster.area(area_of(M, R, SPLITS))
+        mine = gl.minimum(R // 8 - split * SHARE, SHARE)
+        sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * (SPLITS * 32) * mine
+        cluster.expect(area + SPLITS * PART, sent if mine > 0 else 0)
+        cluster.arrive()
     first = split * NB
     count = gl.minimum(NB, BLOCKS - first)
     w_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, R, 128], TILE8)
-    x_s = gl.allocate_shared_memory(gl.float8e4nv, [XSTAGES, M, 128], TILE8)
+    x_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), R // 32], FLAT)
+    sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), M], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    xbars = gl.allocate_shared_memory(gl.int64, [XSTAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    for i in gl.static_range(XSTAGES):
-        mbarrier.init(xbars.index(i), count=1)
     fence_async_shared()
     barrier()
     for i in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(i), R * 128, pred=i < count)
+        mbarrier.expect(bars.index(i), (R + M) * 128, pred=i < count)
         tma.async_copy_global_to_shared(
             w_desc, [row, (first + i) * 128], bars.index(i), w_s.index(i), pred=i < count
         )
@@ -119,34 +124,29 @@ def many(
     g4 = gl.arange(0, R // 32, layout=gl.SliceLayout(0, S))
     at4 = ((row // 32 + g4) * BLOCKS)[None, :] + gl.minimum(first + b4, BLOCKS - 1)[:, None]
     words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at4)
-    sw_s._reinterpret(gl.int32, [power_of_two(NB), R // 32], FLAT2).store(words)
+    fetch_descriptor("many_param_5")
     if EARLY:
         grid_release()
     grid_wait()
     if not EARLY:
         grid_release()
-    for i in gl.static_range(XSTAGES):
-        mbarrier.expect(xbars.index(i), M * 128, pred=i < count)
+    for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(
-            x_desc, [token, (first + i) * 128], xbars.index(i), x_s.index(i), pred=i < count
+            x_desc, [token, (first + i) * 128], bars.index(i), x_s.index(i), pred=i < count
         )
+    sw_s._reinterpret(gl.int32, [power_of_two(NB), R // 32], FLAT2).store(words)
+    fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, M, M, 0, 1, BLOCKS, WARPS)
     barrier()
     a = gl.full([M, R], 0.0, gl.float32, W)
     d = a
     acc = gl.reshape(a, [M, R // 32, 32])
     C: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
-    t = gl.minimum(token + gl.arange(0, M, layout=gl.SliceLayout(1, C)), tokens - 1)
-    word_at = word_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + t * BLOCKS + first
-    ahead = gl.load(word_at)
     for turn in range(count):
         slot = turn % STAGES
-        xslot = turn % XSTAGES
-        sx = ahead
-        ahead = gl.load(word_at + gl.minimum(turn + 1, count - 1))
+        sx = sx_s.index(turn).load(gl.SliceLayout(1, C))
         sw = sw_s.index(turn).load(gl.SliceLayout(0, C))
-        mbarrier.wait(xbars.index(xslot), (turn // XSTAGES) & 1)
         mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
-        x = x_s.index(xslot)
+        x = x_s.index(slot)
         w = w_s.index(slot)
         p = part(x, w, 0, a)
         q = part(x, w, 1, d)
@@ -162,21 +162,16 @@ def many(
         barrier()
         if NB > STAGES:
             next = turn + STAGES
-            mbarrier.expect(bars.index(slot), R * 128, pred=next < count)
+            more = next < count
+            mbarrier.expect(bars.index(slot), (R + M) * 128, pred=more)
             tma.async_copy_global_to_shared(
-                w_desc, [row, (first + next) * 128], bars.index(slot), w_s.index(slot), pred=next < count
+                w_desc, [row, (first + next) * 128], bars.index(slot), w_s.index(slot), pred=more
             )
-        if NB > XSTAGES:
-            xnext = turn + XSTAGES
-            mbarrier.expect(xbars.index(xslot), M * 128, pred=xnext < count)
             tma.async_copy_global_to_shared(
-                x_desc, [token, (first + xnext) * 128], xbars.index(xslot), x_s.index(xslot),
-                pred=xnext < count,
-            )  # fmt: skip
+                x_desc, [token, (first + next) * 128], bars.index(slot), x_s.index(slot), pred=more
+            )
         acc = scaled(acc, d, sx, sw, 3, M, R)
     total = gl.convert_layout(gl.reshape(acc, [M, R]), W)
-    r2 = gl.arange(0, R, layout=gl.SliceLayout(0, W))
-    t2 = gl.arange(0, M, layout=gl.SliceLayout(1, W))
     if SPLITS == 1:
         J: gl.constexpr = written(WARPS, R)
         r3 = row + gl.arange(0, R, layout=gl.SliceLayout(0, J))
@@ -184,35 +179,32 @@ def many(
         goal = out_ptr + t3[:, None].to(gl.int64) * outputs + r3[None, :]
         gl.store(goal, gl.convert_layout(total.to(gl.bfloat16), J), mask=(t3 < tokens)[:, None])
     else:
-        K: gl.constexpr = joined(WARPS, R)
-        r5 = gl.arange(0, R, layout=gl.SliceLayout(0, K))
-        t5 = gl.arange(0, power_of_two(TC), layout=gl.SliceLayout(1, K))
-        t6 = token + split * TC + t5
-        mine = ((t6 < tokens) & (t5 < TC) & (split * TC + t5 < M))[:, None]
-        if CLUSTER:
-            offset = ((split * TC + t2 % TC) * STRIDE)[:, None] + (r2 * 4)[None, :]
-            cluster.wait()
-            cluster.push_pairs(
-                area, total, offset, (t2 // TC)[:, None] + offset * 0,
-                (token + t2 < tokens)[:, None] & (offset >= 0),
-            )  # fmt: skip
-            cluster.arrive()
-            cluster.wait()
-            at = area + (gl.minimum(t5, TC - 1) * STRIDE)[:, None] + (r5 * 4)[None, :]
+        held = fours(total, M, R)
+        F: gl.constexpr = held.type.layout
+        c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
+        i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
+        offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
+        whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
+        cluster.wait()
+        cluster.send_fours(
+            area, area + SPLITS * PART, held, offset, (c8 // SHARE)[:, None] + offset * 0, whose
+        )
+        if mine > 0:
+            WIDE: gl.constexpr = power_of_two(SHARE)
+            H: gl.constexpr = sums(WARPS, M, 8 * WIDE)
+            E: gl.constexpr = fours(gl.full([M, 8 * WIDE], 0.0, gl.float32, H), M, 8 * WIDE).type.layout
+            c9 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
+            i9 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, E))
+            at = area + (c9 * (32 * M))[:, None] + (i9 * 4)[None, :]
+            cluster.received(area + SPLITS * PART)
             whole = cluster.pull(at)
             for s in gl.static_range(1, SPLITS):
-                whole += cluster.pull(at + s * (TC * STRIDE))
-        else:
-            cell = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-            parts = part_ptr + cell.to(gl.int64) * (SPLITS * M * R)
-            gl.store(
-                parts + split * (M * R) + t2[:, None] * R + r2[None, :], total,
-                mask=(token + t2 < tokens)[:, None],
-            )  # fmt: skip
-            meet(count_ptr + cell, SPLITS)
-            source = parts + (split * TC + t5)[:, None] * R + r5[None, :]
-            whole = gl.load(source, mask=mine, other=0.0, cache_modifier=".cg")
-            for s in gl.static_range(1, SPLITS):
-                whole += gl.load(source + s * (M * R), mask=mine, other=0.0, cache_modifier=".cg")
-        goal = out_ptr + t6[:, None].to(gl.int64) * outputs + (row + r5)[None, :]
-        gl.store(goal, whole.to(gl.bfloat16), mask=mine)
+                whole += cluster.pull(at + s * PART)
+            r7 = gl.arange(0, 8 * WIDE, layout=gl.SliceLayout(0, H))
+            t7 = token + gl.arange(0, M, layout=gl.SliceLayout(1, H))
+            target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + split * (8 * SHARE) + r7)[None, :]
+            half = gl.convert_layout(unfold(whole, M, 8 * WIDE), H).to(gl.bfloat16)
+            if R % (8 * SHARE * SPLITS) == 0 and WIDE == SHARE:
+                gl.store(target, half, mask=(t7 < tokens)[:, None])
+            else:
+                gl.store(target, half, mask=(t7 < tokens)[:, None] & (r7 // 8 < mine)[None, :])

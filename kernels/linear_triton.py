@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Matrix products on a GPU: packed weights read once (up to 1024 tokens) or a library product on weights
-expanded for the call (more).
+"""Matrix products on a GPU.
 
-`linear_hopper` has the FP8 products and `weights_hopper` the bf16 ones of few tokens on Hopper; `packed_rows`
-here is the one for every other shape.
+`linear_hopper` has the FP8 products and `weights_hopper` the bf16 ones of few tokens on Hopper; elsewhere
+they are a library's, on weights expanded for the call.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from cedar.kernels.prepared import CODES, Prepared
 
 NATURAL, FOR_FP8, FOR_FP4 = 0, 1, 2  # channel orders of `permuted`
 WIDE = 4  # added to an order: as `weights_hopper`'s wgmma kernels meet it
+GROUPED = 16  # as `linear_bulk_hopper` meets it: every 32 channels stay together
 
 
 @triton.jit
@@ -31,7 +31,10 @@ def _permuted(x_ptr, out_ptr, columns, ORDER: tl.constexpr, B: tl.constexpr):
     elif ORDER % 4 == 2:  # nibbles 3, 7, 2, 6, 1, 5, 0, 4 of every eight
         source = at - at % 8 + (3 - (at % 8) // 2) + 4 * (at % 2)
     target = at
-    if ORDER >= 4:  # a thread's 32 channels, two here and two there of every sixteen
+    if ORDER == 16:  # a thread's eight of 32 channels, two here and two there of every sixteen
+        m = at % 32
+        target = at - m + (m % 8 // 4) * 16 + (m // 2 % 2) * 8 + (m // 8) * 2 + m % 2
+    elif ORDER >= 4:  # a thread's 32 channels, two here and two there of every sixteen
         m = at % 128
         target = at - m + (m % 32 // 4) * 16 + (m // 2 % 2) * 8 + (m // 32) * 2 + m % 2
     x = tl.load(x_ptr + row + source, mask=at < columns, other=0.0).to(tl.float32)
@@ -172,7 +175,7 @@ def _few(
 
     tokens = x.shape[0]
     together = 8 if tokens <= 8 else 16
-    tiles = outputs // 64
+    tiles = triton.cdiv(outputs, 64)
     wide = triton.cdiv(tokens, together)
     blocks = columns // 128
     splits = max(1, min(blocks // 2, 396 // (tiles * wide)))
@@ -180,7 +183,7 @@ def _few(
     part = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     linear_rows[(tiles, wide, splits)](
         x, weight, out, part, _zeros(x.device.index or 0), tokens, outputs, x.stride(0),
-        columns, together, splits, num_warps=4,
+        columns, together, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -191,7 +194,10 @@ def order_for(tokens: int, weight: torch.Tensor) -> int | None:
         return None
     from cedar.kernels import linear_hopper
 
-    return CODES if linear_hopper.plan(tokens, *weight.shape) is not None else None
+    cut = linear_hopper.plan(tokens, *weight.shape)
+    if cut is None:
+        return None
+    return GROUPED if isinstance(cut, linear_hopper.Bulk) else CODES
 
 
 def linear_fp8(
@@ -236,7 +242,7 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -
     """[..., O] in `out_dtype` of bf16 x [..., I] and weight [O, I], fp32 sums."""
     outputs, columns = weight.shape
     flat = x.reshape(-1, columns)
-    fits = columns % 128 == 0 and outputs % 64 == 0 and weight.is_contiguous() and flat.is_contiguous()
+    fits = columns % 128 == 0 and weight.is_contiguous() and flat.is_contiguous()
     if 0 < flat.shape[0] <= 16 and fits and hopper(x.device.index or 0):
         out = _few(flat, weight, outputs, columns, out_dtype)
     elif out_dtype == torch.bfloat16:

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPES = ((192, 640), (2048, 1152), (17024, 384), (16896, 256))
+SHAPES = ((192, 640), (2048, 1152), (9088, 1280), (17024, 384), (16896, 256))
 
 
 def weights(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,13 +31,14 @@ def rows(tokens: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_every_cut_is_the_product(outputs: int, columns: int) -> None:
     from cedar.kernels import fp8_ref, linear
-    from cedar.kernels.prepared import CODES
+    from cedar.kernels.linear_triton import GROUPED, permuted
+    from cedar.kernels.prepared import CODES, Prepared
     from cedar.kernels.prepared_ref import prepared
     from cedar.ops.bench.kernel_timing import relative_error
 
     payload, scale = weights(outputs, columns)
     full = fp8_ref.expand_blocks(payload, scale, torch.float64)
-    for tokens in (1, 9, 40, 200):
+    for tokens in (1, 9, 40, 100, 200):
         x = rows(tokens, columns)
         got = linear.linear_fp8(x, payload, scale)
         truth = fp8_ref.round_trip(x.contiguous()) @ full.T
@@ -45,7 +46,8 @@ def test_every_cut_is_the_product(outputs: int, columns: int) -> None:
         assert relative_error(got, truth.bfloat16()) < 3e-3, tokens
         assert relative_error(got, truth) < 1.03 * relative_error(truth.bfloat16(), truth), tokens
         assert torch.equal(linear.linear_fp8(x, payload, scale), got), tokens
-        assert linear.order_for(tokens, payload) == CODES
-        codes = prepared(x.contiguous(), CODES)
-        same = linear.linear_fp8(torch.zeros_like(x), payload, scale, prepared=(codes,))
+        order = linear.order_for(tokens, payload)
+        assert order in (CODES, GROUPED), tokens
+        copy = prepared(x.contiguous(), order) if order == CODES else Prepared(permuted(x, order), order)
+        same = linear.linear_fp8(torch.zeros_like(x), payload, scale, prepared=(copy,))
         assert torch.equal(same, got), tokens
