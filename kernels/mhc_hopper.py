@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""A sublayer's boundary and mix on Hopper, one launch: streams read once and written once (spec §6).
+"""A sublayer's boundary and mix for some hundred tokens on Hopper, one launch: streams read once and written
+once (spec §6).
 
-A program takes a tile of tokens and a share of the channels, 64 at a time: streams come by bulk copies, are
-expanded in place and leave by bulk copies, and meanwhile are wgmma's left operand; the projection, split into
-three exact bf16 parts in shared memory, is the right one. The programs of a tile then meet: each norms its
-own channels and turns the sums of some tokens into pre, post and comb.
+A program takes a tile of 64 tokens and a share of the channels, 64 at a time: streams come by bulk copies,
+are expanded in place and leave by bulk copies, and meanwhile are wgmma's left operand; the projection, split
+into three exact bf16 parts in shared memory, is the right one. The programs of a tile then meet: each norms
+its own channels and turns the sums of some tokens into pre, post and comb.
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 STAGES = 2
 WARPS = 8
-LONG = 512  # tokens beyond which a tile has 128
+ROWS = 64  # tokens of a tile
 
 
 @cache
-def plan(tokens: int, width: int) -> tuple[int, int]:
-    """Tokens of a tile, and the shares its channels are split into: one program a multiprocessor."""
-    rows = 64 if tokens <= LONG else 128
-    return rows, min(width // 64, max(4, min(40, 132 // triton.cdiv(tokens, rows))))
+def plan(tokens: int, width: int) -> int:
+    """The shares a tile's channels are split into: one program a multiprocessor."""
+    return min(width // 64, max(4, min(40, 132 // triton.cdiv(tokens, ROWS))))
 
 
 @gluon.constexpr_function
-def sub_layout(NW):
+def _sub_layout(NW):
     """[4 NW, 64]: eight neighbouring channels a thread, eight threads a row."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4]],
@@ -54,7 +54,7 @@ def sub_layout(NW):
 
 
 @gluon.constexpr_function
-def held_layout(NI, NW):
+def _held_layout(NI, NW):
     """[NI, 4 NW, 8]: what each thread sums, by turn of the inner loop."""
     return gl.DistributedLinearLayout(
         [[1 << i, 0, 0] for i in range(NI.bit_length() - 1)],
@@ -68,14 +68,6 @@ def held_layout(NI, NW):
 @gluon.constexpr_function
 def fn_layout(NW):
     """[32, 64] of the projection."""
-    if NW == 16:
-        return gl.DistributedLinearLayout(
-            [[0, 1], [0, 2]],
-            [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]],
-            [[2, 0], [4, 0], [8, 0], [16, 0]],
-            [],
-            [32, 64],
-        )
     rows = [[4, 0], [8, 0], [16, 0]]
     n = NW.bit_length() - 1
     return gl.DistributedLinearLayout(
@@ -106,7 +98,7 @@ def _upper(v):
 
 
 @gluon.jit
-def _put(v, wide_s, rest_s):
+def put_parts(v, wide_s, rest_s):
     """The three bf16 parts of fp32 v [32, 64]: wide's rows 0-31 and 32-63, and rest."""
     lead = _upper(v)
     left = v - lead
@@ -117,7 +109,7 @@ def _put(v, wide_s, rest_s):
 
 
 @gluon.jit
-def _write_codes(x, out_ptr, scale_ptr, row, at, tokens, width, R: gl.constexpr):
+def write_codes(x, out_ptr, scale_ptr, row, at, tokens, width, R: gl.constexpr):
     """bf16 x [R, 64] as E4M3 bytes and a scale byte for 32 channels, from row `row` and channel `at` on."""
     groups = gl.reshape(x.to(gl.float32), [R, 2, 32])
     G: gl.constexpr = groups.type.layout
@@ -148,7 +140,7 @@ def _write_codes(x, out_ptr, scale_ptr, row, at, tokens, width, R: gl.constexpr)
 
 
 @gluon.jit
-def _columns(pointer, first, tokens, T: gl.constexpr, K: gl.constexpr, NW: gl.constexpr):
+def columns_of(pointer, first, tokens, T: gl.constexpr, K: gl.constexpr, NW: gl.constexpr):
     """K fp32 values of each of T tokens, value by value, [K·T]."""
     at = gl.arange(0, K * T, layout=gl.BlockedLayout([1], [32], [NW], [0]))
     token = first + at % T
@@ -156,16 +148,17 @@ def _columns(pointer, first, tokens, T: gl.constexpr, K: gl.constexpr, NW: gl.co
 
 
 @gluon.jit
-def _coefficient(c_s, k: gl.constexpr, i, NI: gl.constexpr, SUB: gl.constexpr):
+def coefficient(c_s, k: gl.constexpr, i, NI: gl.constexpr, SUB: gl.constexpr):
+    """Coefficient k of rows, the i-th of NI parts of a tile's, as a column."""
     return c_s.index(k * NI + i).load(gl.SliceLayout(1, SUB))[:, None]
 
 
 @gluon.jit
 def _new(x0, x1, x2, x3, y, c_s, i, t: gl.constexpr, NI: gl.constexpr, SUB: gl.constexpr):
-    new = _coefficient(c_s, t, i, NI, SUB) * x0 + _coefficient(c_s, 4 + t, i, NI, SUB) * x1
-    new = new + _coefficient(c_s, 8 + t, i, NI, SUB) * x2
-    new = new + _coefficient(c_s, 12 + t, i, NI, SUB) * x3
-    return half(new + _coefficient(c_s, 16 + t, i, NI, SUB) * y)
+    new = coefficient(c_s, t, i, NI, SUB) * x0 + coefficient(c_s, 4 + t, i, NI, SUB) * x1
+    new = new + coefficient(c_s, 8 + t, i, NI, SUB) * x2
+    new = new + coefficient(c_s, 12 + t, i, NI, SUB) * x3
+    return half(new + coefficient(c_s, 16 + t, i, NI, SUB) * y)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -204,13 +197,11 @@ def sublayer_tiles(
     CODES: gl.constexpr,
 ):
     """Grid (SPLITS, ceil(tokens / T))."""
-    SUB: gl.constexpr = sub_layout(NW)
+    SUB: gl.constexpr = _sub_layout(NW)
     R: gl.constexpr = 4 * NW
     NI: gl.constexpr = T // R
-    HELD: gl.constexpr = held_layout(NI, NW)
+    HELD: gl.constexpr = _held_layout(NI, NW)
     FL: gl.constexpr = fn_layout(NW)
-    WIDE: gl.constexpr = NW * 16 == T
-    A64: gl.constexpr = acc_layout(64, T, NW)
     A32: gl.constexpr = acc_layout(32, T, NW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     SLOTS: gl.constexpr = STAGES * 5
@@ -253,9 +244,9 @@ def sublayer_tiles(
     local = gl.arange(0, T, layout=LINE)
     token = tile * T + local
     mine = token < tokens
-    comb = _columns(comb_ptr, tile * T, tokens, T, 16, NW)
-    post = _columns(post_ptr, tile * T, tokens, T, 4, NW)
-    pre = _columns(pre_ptr, tile * T, tokens, T, 4, NW)
+    comb = columns_of(comb_ptr, tile * T, tokens, T, 16, NW)
+    post = columns_of(post_ptr, tile * T, tokens, T, 4, NW)
+    pre = columns_of(pre_ptr, tile * T, tokens, T, 4, NW)
     c_s.slice(0, 16 * T).store(comb)
     c_s.slice(16 * T, 4 * T).store(post)
     c_s.slice(20 * T, 4 * T).store(pre)
@@ -263,7 +254,7 @@ def sublayer_tiles(
     fc = gl.arange(0, 64, layout=gl.SliceLayout(0, FL))
     known = (mix < 24)[:, None] & (fc >= 0)[None, :]
     fn_at = fn_ptr + mix[:, None] * (4 * width) + first * 64 + fc[None, :]
-    za = gl.full([T, 64 if WIDE else 32], 0.0, gl.float32, A64 if WIDE else A32)
+    za = gl.full([T, 32], 0.0, gl.float32, A32)
     zm = gl.full([T, 32], 0.0, gl.float32, A32)
     zb = gl.full([T, 32], 0.0, gl.float32, A32)
     inner = gl.arange(0, NI, layout=gl.SliceLayout(1, gl.SliceLayout(2, HELD)))
@@ -292,9 +283,9 @@ def sublayer_tiles(
             w1 = n1.to(gl.float32)
             w2 = n2.to(gl.float32)
             w3 = n3.to(gl.float32)
-            total = _coefficient(row_s, 20, i, NI, SUB) * w0 + _coefficient(row_s, 21, i, NI, SUB) * w1
-            total = total + _coefficient(row_s, 22, i, NI, SUB) * w2
-            total = total + _coefficient(row_s, 23, i, NI, SUB) * w3
+            total = coefficient(row_s, 20, i, NI, SUB) * w0 + coefficient(row_s, 21, i, NI, SUB) * w1
+            total = total + coefficient(row_s, 22, i, NI, SUB) * w2
+            total = total + coefficient(row_s, 23, i, NI, SUB) * w3
             row = half(total)
             sub_s.index(sub).store(n0)
             sub_s.index(sub + NI).store(n1)
@@ -315,10 +306,10 @@ def sublayer_tiles(
                 0,
             )
             row_squares += gl.where(now, add64, 0.0)
-        _put(v0, wide_s.index(0), rest_s.index(0))
-        _put(v1, wide_s.index(1), rest_s.index(1))
-        _put(v2, wide_s.index(2), rest_s.index(2))
-        _put(v3, wide_s.index(3), rest_s.index(3))
+        put_parts(v0, wide_s.index(0), rest_s.index(0))
+        put_parts(v1, wide_s.index(1), rest_s.index(1))
+        put_parts(v2, wide_s.index(2), rest_s.index(2))
+        put_parts(v3, wide_s.index(3), rest_s.index(3))
         fence_async_shared()
         barrier()
         where = (first + turn) * 64
@@ -326,26 +317,14 @@ def sublayer_tiles(
             tma.async_copy_shared_to_global(out_desc, [tile * T, s * width + where], x_s.index(slot + s))
         tma.async_copy_shared_to_global(row_desc, [tile * T, where], x_s.index(slot + 4))
         for s in gl.static_range(4):
-            if WIDE:
-                za = warpgroup_mma(x_s.index(slot + s), wide_s.index(s).permute((1, 0)), za, is_async=True)
-            else:
-                za = warpgroup_mma(
-                    x_s.index(slot + s),
-                    wide_s.index(s).slice(0, 32, dim=0).permute((1, 0)),
-                    za,
-                    is_async=True,
-                )
-                zm = warpgroup_mma(
-                    x_s.index(slot + s),
-                    wide_s.index(s).slice(32, 32, dim=0).permute((1, 0)),
-                    zm,
-                    is_async=True,
-                )
+            za = warpgroup_mma(
+                x_s.index(slot + s), wide_s.index(s).slice(0, 32, dim=0).permute((1, 0)), za, is_async=True
+            )
+            zm = warpgroup_mma(
+                x_s.index(slot + s), wide_s.index(s).slice(32, 32, dim=0).permute((1, 0)), zm, is_async=True
+            )
             zb = warpgroup_mma(x_s.index(slot + s), rest_s.index(s).permute((1, 0)), zb, is_async=True)
-        if WIDE:
-            za, zb = warpgroup_mma_wait(0, deps=(za, zb))
-        else:
-            za, zm, zb = warpgroup_mma_wait(0, deps=(za, zm, zb))
+        za, zm, zb = warpgroup_mma_wait(0, deps=(za, zm, zb))
         tma.store_wait(0)
         barrier()
         more = turn + STAGES < count
@@ -358,11 +337,7 @@ def sublayer_tiles(
             )
         tma.async_copy_global_to_shared(y_desc, [tile * T, ahead], bar, x_s.index(slot + 4), pred=more)
     group = tile * SPLITS + split
-    if WIDE:
-        low, high = gl.split(gl.permute(gl.reshape(za, [T, 2, 32]), (0, 2, 1)))
-        both = (gl.convert_layout(zb, high.type.layout) + high) + low
-    else:
-        both = (zb + zm) + za
+    both = (zb + zm) + za
     zt = gl.arange(0, T, layout=gl.SliceLayout(1, both.type.layout))
     zc = gl.arange(0, 32, layout=gl.SliceLayout(0, both.type.layout))
     part = part_ptr + group * (32 * T)
@@ -400,11 +375,11 @@ def sublayer_tiles(
         mbarrier.wait(back.index(slot), (turn // SLOTS) & 1)
         for i in range(NI):
             p = sub_s.index(slot * NI + i).load(SUB).to(gl.float32) * weight
-            large = _coefficient(row_s, 0, i, NI, SUB) + gl.full([R, 64], 0.0, gl.float32, SUB)
-            n = half(gl.fma(p, large, p * _coefficient(row_s, 1, i, NI, SUB)))
+            large = coefficient(row_s, 0, i, NI, SUB) + gl.full([R, 64], 0.0, gl.float32, SUB)
+            n = half(gl.fma(p, large, p * coefficient(row_s, 1, i, NI, SUB)))
             sub_s.index(slot * NI + i).store(n)
             if CODES:
-                _write_codes(
+                write_codes(
                     n, codes_ptr, code_scale_ptr, tile * T + i * R, (first + turn) * 64, tokens, width, R
                 )
         fence_async_shared()
@@ -464,18 +439,18 @@ def sublayer(
     x, y, post, comb, pre, norm, fn, scale, base = given
     streams, row, mixed = result
     width, device = x.shape[2], x.device
-    rows, splits = plan(tokens, width)
-    tiles = triton.cdiv(tokens, rows)
-    part = torch.empty(tiles * splits, rows, 32, dtype=torch.float32, device=device)
-    squares = torch.empty(tiles * splits, rows, dtype=torch.float64, device=device)
+    splits = plan(tokens, width)
+    tiles = triton.cdiv(tokens, ROWS)
+    part = torch.empty(tiles * splits, ROWS, 32, dtype=torch.float32, device=device)
+    squares = torch.empty(tiles * splits, ROWS, dtype=torch.float64, device=device)
     x_desc, out_desc = (
-        TensorDescriptor.from_tensor(t.view(tokens, 4 * width), [rows, 64], TILE.value) for t in (x, streams)
+        TensorDescriptor.from_tensor(t.view(tokens, 4 * width), [ROWS, 64], TILE.value) for t in (x, streams)
     )
-    y_desc, row_desc = (TensorDescriptor.from_tensor(t, [rows, 64], TILE.value) for t in (y, row))
+    y_desc, row_desc = (TensorDescriptor.from_tensor(t, [ROWS, 64], TILE.value) for t in (y, row))
     sublayer_tiles[(splits, tiles)](
         x_desc, y_desc, out_desc, row_desc, post, comb, pre, norm, fn, scale, base,
         *((codes.values, codes.scale) if codes else (row, row)), part, squares, counters(device.index or 0),
-        *mixed, tokens, width, eps, mix_eps, hc_eps, rounds, rows, splits, triton.next_power_of_2(splits),
-        triton.next_power_of_2(triton.cdiv(rows, splits)), STAGES, WARPS, codes is not None, num_warps=WARPS,
+        *mixed, tokens, width, eps, mix_eps, hc_eps, rounds, ROWS, splits, triton.next_power_of_2(splits),
+        triton.next_power_of_2(triton.cdiv(ROWS, splits)), STAGES, WARPS, codes is not None, num_warps=WARPS,
         enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
