@@ -4,7 +4,7 @@
 The products of `bands_hopper`, but with one slot a tile the product's eight columns are four groups of 32
 channels, each in two bands: a chain of four steps has one sum, in which a column is a group's, and the
 columns are added at the end. So a block of 128 channels of activations is a tile of eight rows, a group and
-band each, with that group's bytes where its channels are and zeros elsewhere: `_quantise_columns` writes such
+band each, with that group's bytes where its channels are and zeros elsewhere: `quantise_columns` writes such
 tiles, uint8 [N, channels / 128, 8, 128], and so do gate and up.
 """
 
@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STAGES = (4, 5)  # of 11 KB, gate and up, down: four programs a multiprocessor
-_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_COPY_XS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-_GROUPS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [8 groups, 32 channels]
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+COPY_XS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+GROUPS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [8 groups, 32 channels]
 # [groups, its tile's eight places of 32 bytes: band and column, bytes]
 _PLACES = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
 # The scales of 64 rows and four groups, of which a thread has those of its columns: [64, band, group].
@@ -57,7 +57,7 @@ _SCALES = gl.constexpr(
 
 
 @gluon.jit
-def _store_columns(out, q, group):
+def store_columns(out, q, group):
     """Bytes q [G, 32] (natural order) of groups `group` int32 [G] to their rows of the tiles at `out`."""
     coarse, fine = bands(gl.convert_layout(q, gl.SliceLayout(1, _PLACES)))
     group = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(2, _PLACES)))[:, None]
@@ -70,21 +70,21 @@ def _store_columns(out, q, group):
 
 
 @gluon.jit
-def _quantise_columns(x_ptr, out_ptr, scale_ptr, columns, x_stride):
+def quantise_columns(x_ptr, out_ptr, scale_ptr, columns, x_stride):
     """Grid (tokens, columns / 256): as tiles of eight rows."""
     grid_wait()
     grid_release()
     token = gl.program_id(0).to(gl.int64)
-    g = gl.program_id(1) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, _GROUPS))
-    c = gl.arange(0, 32, layout=gl.SliceLayout(0, _GROUPS))
+    g = gl.program_id(1) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, GROUPS))
+    c = gl.arange(0, 32, layout=gl.SliceLayout(0, GROUPS))
     x = gl.load(x_ptr + token * x_stride + g[:, None] * 32 + c[None, :]).to(gl.float32)
     code = code_of(gl.max(gl.abs(x), axis=1))
-    _store_columns(out_ptr + token * (8 * columns), to_bytes(x, code[:, None]), g)
+    store_columns(out_ptr + token * (8 * columns), to_bytes(x, code[:, None]), g)
     gl.store(scale_ptr + token * (columns // 32) + g, scale_of(code))
 
 
 @gluon.jit
-def _scales(s_s, t_s, HALF: gl.constexpr):
+def scales_of(s_s, t_s, HALF: gl.constexpr):
     """Weights' scales times activations', [64, 8], of four groups."""
     w = s_s.slice(4 * HALF, 4, dim=1).load(gl.SliceLayout(1, _SCALES)).to(gl.int32) << 23
     t = t_s.slice(4 * HALF, 4, dim=0).load(gl.SliceLayout(0, gl.SliceLayout(1, _SCALES)))
@@ -93,7 +93,7 @@ def _scales(s_s, t_s, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _product(total, w_s, first_x, second_x, s_s, t_s):
+def product(total, w_s, first_x, second_x, s_s, t_s):
     """total [64, 8] and the product of 256 channels, two chains of four groups."""
     L: gl.constexpr = gl.DotOperandLayout(0, SUM, 4)
     zero = gl.full([64, 8], 0.0, gl.float32, SUM)
@@ -102,7 +102,7 @@ def _product(total, w_s, first_x, second_x, s_s, t_s):
     first, second = gl.convert_layout(first, L), gl.convert_layout(second, L)
     a = warpgroup_mma(first, first_x.permute((1, 0)), zero, use_acc=False, is_async=True)
     b = warpgroup_mma(second, second_x.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s, t = _scales(s_s, t_s, 0), _scales(s_s, t_s, 1)
+    s, t = scales_of(s_s, t_s, 0), scales_of(s_s, t_s, 1)
     a, b = warpgroup_mma_wait(0, deps=(a, b))
     total += a * s
     return total + b * t
@@ -117,7 +117,7 @@ def one_slot(
     """Grid (outputs / 32 or 64, slots): a slot's expert with its row (slot // k) of x.
 
     GATED: 32 rows of each of two weights, gate and up; clamp, SwiGLU, routing weight, quantised as
-    `_quantise_columns` does. Else 64 rows of one weight (given twice), bf16 [slots, outputs]. The
+    `quantise_columns` does. Else 64 rows of one weight (given twice), bf16 [slots, outputs]. The
     ids may be read, and weights asked for, before `grid_wait`: they are older than the launch before.
     """
     BLOCKS: gl.constexpr = COLUMNS // 256
@@ -129,8 +129,8 @@ def one_slot(
     x_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 128], SHARED_W)
     x_tiles = x_s._reinterpret(gl.float8e4nv, [STAGES * 2, 8, 128], SHARED_W)
     s_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 8], FLAT)
-    t_s = gl.allocate_shared_memory(gl.float32, [XS], _LINE)
-    t_rows = t_s._reinterpret(gl.float32, [XS // 8, 8], _LINE)
+    t_s = gl.allocate_shared_memory(gl.float32, [XS], LINE)
+    t_rows = t_s._reinterpret(gl.float32, [XS // 8, 8], LINE)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
@@ -159,7 +159,7 @@ def one_slot(
     for i in gl.static_range(STAGES - 1):
         if i < BLOCKS:
             tma.async_copy_global_to_shared(x_desc, [x_row + i * 16, 0], bars.index(i), x_s.index(i))
-    e = gl.arange(0, XS, layout=_COPY_XS)
+    e = gl.arange(0, XS, layout=COPY_XS)
     xs = xs_ptr + (slot // k).to(gl.int64) * (COLUMNS // 32) + e
     async_copy.async_copy_global_to_shared(t_s, xs, mask=e < COLUMNS // 32)
     async_copy.commit_group()
@@ -187,7 +187,7 @@ def one_slot(
             s_s.index(to), scale + fill * 8, mask=there & (r >= 0)[:, None]
         )
         async_copy.commit_group()
-        total = _product(
+        total = product(
             total, w_tall.index(stage), x_tiles.index(2 * stage), x_tiles.index(2 * stage + 1),
             s_s.index(stage), t_rows.index(turn),
         )  # fmt: skip
@@ -203,9 +203,9 @@ def one_slot(
         weight = gl.load(weight_ptr + slot)
         hidden = (gate / (1.0 + gl.exp(-gate)) * up * weight).to(gl.bfloat16).to(gl.float32)
         code = code_of(gl.max(gl.abs(hidden), axis=0))
-        q = gl.convert_layout(to_bytes(hidden, code), gl.SliceLayout(0, _GROUPS))[None, :]
-        group = row // 32 + gl.arange(0, 1, layout=gl.SliceLayout(1, _GROUPS))
-        _store_columns(out_ptr + slot.to(gl.int64) * (8 * outputs), q, group)
+        q = gl.convert_layout(to_bytes(hidden, code), gl.SliceLayout(0, GROUPS))[None, :]
+        group = row // 32 + gl.arange(0, 1, layout=gl.SliceLayout(1, GROUPS))
+        store_columns(out_ptr + slot.to(gl.int64) * (8 * outputs), q, group)
         gl.store(out_scale_ptr + slot * (outputs // 32) + row // 32, scale_of(code))
     else:
         at = slot.to(gl.int64) * outputs + row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUM))
@@ -231,7 +231,7 @@ def experts(
     inner = w1.shape[1]
     rows = torch.empty(tokens, 8 * width, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, width // 32, dtype=torch.float32, device=x.device)
-    _quantise_columns[(tokens, width // 256)](
+    quantise_columns[(tokens, width // 256)](
         x, rows, scales, width, x.stride(0), num_warps=4, launch_pdl=True
     )
     hidden = torch.empty(tokens * k, 8 * inner, dtype=torch.uint8, device=x.device)

@@ -43,7 +43,14 @@ def _latents(
     FIRST, SECOND: orders of the query's quantised copies, -1: none. OVERLAPS: with the launch before it
     (`launch_pdl`).
     """
-    if OVERLAPS:
+    at = tl.arange(0, B)
+    inside = at < Q
+    pair = tl.arange(0, HALF)
+    is_query = tl.program_id(0) == 1
+    weight = tl.load(query_weight_ptr + at, mask=inside & is_query, other=0.0)
+    even_weight = tl.load(key_weight_ptr + 2 * pair, mask=(pair >= 0) & (not is_query), other=0.0)
+    odd_weight = tl.load(key_weight_ptr + 2 * pair + 1, mask=(pair >= 0) & (not is_query), other=0.0)
+    if OVERLAPS:  # weights never change; all else waits for the launch before
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
@@ -55,18 +62,20 @@ def _latents(
             copy_row(
                 ring_ptr, source, ring_rows, window_ptr, number, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
             )
-    elif tl.program_id(0) == 1:
-        at = tl.arange(0, B)
-        inside = at < Q
+    elif is_query:
         x = tl.load(row + at, mask=inside, other=0.0).to(tl.float64)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / Q + eps)
-        weight = tl.load(query_weight_ptr + at, mask=inside, other=0.0).to(tl.float64)
-        normed = bf16_round((x * scale * weight).to(tl.float32))
+        normed = bf16_round((x * scale * weight.to(tl.float64)).to(tl.float32))
         tl.store(query_ptr + token * Q + at, to_bf16(normed), mask=inside)
         _store(first_ptr + token * Q, first_scale_ptr + token * (Q // 32), normed, at, inside, FIRST, B)
         _store(second_ptr + token * Q, second_scale_ptr + token * (Q // 32), normed, at, inside, SECOND, B)
     else:
-        place = tl.load(place_ptr + token).to(tl.int64)
+        place = tl.load(place_ptr + token).to(tl.int64)  # on its way together with all the rest
+        first = tl.load(row + Q + 2 * pair).to(tl.float64)
+        second = tl.load(row + Q + 2 * pair + 1).to(tl.float64)
+        turn = pair - (HALF - HALF_ROPE)
+        cos = tl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+        sin = tl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
         target = tl.full([], -1, tl.int64)
         if STAGED:
             target = tl.load(target_ptr + token)
@@ -76,18 +85,10 @@ def _latents(
             )
             tl.debug_barrier()
         if (place < window_rows) & (target < ring_rows) & ((place >= 0) | (target >= 0)):
-            pair = tl.arange(0, HALF)
-            even = tl.load(row + Q + 2 * pair).to(tl.float64)
-            odd = tl.load(row + Q + 2 * pair + 1).to(tl.float64)
-            mean = (tl.sum(even * even, axis=0) + tl.sum(odd * odd, axis=0)) / (2.0 * HALF)
+            mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2.0 * HALF)
             scale = 1.0 / tl.sqrt(mean + eps)
-            even = even * scale * tl.load(key_weight_ptr + 2 * pair).to(tl.float64)
-            odd = odd * scale * tl.load(key_weight_ptr + 2 * pair + 1).to(tl.float64)
-            even = bf16_round(even.to(tl.float32))
-            odd = bf16_round(odd.to(tl.float32))
-            turn = pair - (HALF - HALF_ROPE)
-            cos = tl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
-            sin = tl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+            even = bf16_round((first * scale * even_weight.to(tl.float64)).to(tl.float32))
+            odd = bf16_round((second * scale * odd_weight.to(tl.float64)).to(tl.float32))
             turned = bf16_round(even * cos - odd * sin)
             odd = bf16_round(even * sin + odd * cos)
             groups: tl.constexpr = HALF // 16
@@ -98,15 +99,15 @@ def _latents(
             low = to_e4m3(tl.clamp(turned * down, -448.0, 448.0)).to(tl.uint8, bitcast=True)
             high = to_e4m3(tl.clamp(odd * down, -448.0, 448.0)).to(tl.uint8, bitcast=True)
             if place >= 0:
-                at = window_ptr + place * (2 * HALF + groups)
-                tl.store(at + 2 * pair, low)
-                tl.store(at + 2 * pair + 1, high)
-                tl.store(at + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
+                kept = window_ptr + place * (2 * HALF + groups)
+                tl.store(kept + 2 * pair, low)
+                tl.store(kept + 2 * pair + 1, high)
+                tl.store(kept + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
             if target >= 0:
-                at = ring_ptr + target * (2 * HALF + groups)
-                tl.store(at + 2 * pair, low)
-                tl.store(at + 2 * pair + 1, high)
-                tl.store(at + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
+                kept = ring_ptr + target * (2 * HALF + groups)
+                tl.store(kept + 2 * pair, low)
+                tl.store(kept + 2 * pair + 1, high)
+                tl.store(kept + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
 
 
 def norm_latents(

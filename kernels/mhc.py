@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from cedar.kernels import mhc_ref, prepared_ref
@@ -76,6 +76,16 @@ Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MixArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int]
 
 
+class Pending(NamedTuple):
+    """A mix of which only the sums are there: for `mhc_pass` or `mhc_settle`, on a GPU."""
+
+    sums: torch.Tensor  # fp32 [programs · tokens of each, 32]
+    shape: tuple[int, int]  # tokens, width
+    scale: torch.Tensor
+    base: torch.Tensor
+    numbers: tuple[float, float, int]  # eps, hc_eps, iters
+
+
 @overload
 def mhc_boundary(
     x: torch.Tensor,
@@ -142,19 +152,8 @@ def mhc_boundary(
     if x.is_cuda and x.shape[1] == 4:
         from cedar.kernels import mhc_triton
 
-        c = Contract("mhc_boundary")
-        c.expect("x", x, "N hc d", torch.bfloat16)
-        c.expect("y", y, "N d", torch.bfloat16)
-        c.expect("post", post, "N hc", torch.float32)
-        c.expect("comb", comb, "N hc hc", torch.float32)
-        c.expect("pre", pre, "N hc", torch.float32)
-        c.expect("norm_weight", norm_weight, "d", torch.bfloat16)
+        _check(Contract("mhc_boundary"), x, y, (pre, post, comb), norm_weight, mix)
         if mix is not None:
-            c.dims |= {"mixes": 24, "flat": 4 * c.dims["d"]}
-            c.expect("fn", mix[0], "mixes flat", torch.float32, torch.float64)
-            c.expect("scale", mix[1], "3", torch.float32)
-            c.expect("base", mix[2], "mixes", torch.float32)
-            c.require("iters", mix[5] > 0, f"must be positive, got {mix[5]}")
             wanted = (mix[0].to(torch.float32), *mix[1:])
             given = (x, (y, post, comb), pre, (norm_weight, eps), wanted)
             streams, row, mixes, prepared = mhc_triton.sublayer(*given, orders or ())
@@ -170,3 +169,89 @@ def mhc_boundary(
     if orders is None:
         return streams, row, mixes
     return streams, row, mixes, tuple(prepared_ref.prepared(row, order) for order in orders)
+
+
+def mhc_pass(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mixes: Mixes | Pending,
+    norm_weight: torch.Tensor,
+    eps: float,
+    mix: MixArguments,
+    orders: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor, Mixes | Pending, tuple[Prepared, ...]]:
+    """`mhc_boundary` with a mix, from sublayer to sublayer; mixes = (pre, post, comb), or what the call
+    before returned.
+
+    For few tokens on Hopper the new mixes are left `Pending`. The next call makes them while the launch
+    before it still runs, and reads x then; so of the launches between two calls one must let the next one
+    start only when the one before it has ended. The norms of an attention's latents do, and the experts.
+    """
+    if x.is_cuda and x.shape[1] == 4:
+        from cedar.kernels import mhc_triton
+
+        if mhc_triton.few(x):
+            old = None if isinstance(mixes, Pending) else mixes
+            _check(Contract("mhc_pass"), x, y, old, norm_weight, mix)
+            from cedar.kernels import mhc_few_hopper
+
+            wanted = (mix[0].to(torch.float32), *mix[1:])
+            return mhc_few_hopper.pass_on(x, y, mixes, (norm_weight, eps), wanted, orders)
+    pre, post, comb = mhc_settle(mixes)
+    return mhc_boundary(x, y, post, comb, pre, norm_weight, eps, mix=mix, orders=orders)
+
+
+def mhc_enter(
+    x: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    mix: MixArguments,
+    orders: tuple[int, ...],
+) -> tuple[torch.Tensor, Mixes | Pending, tuple[Prepared, ...]]:
+    """What `mhc_pass` returns besides the streams where no output is to be added to x: the row, the mixes,
+    the row in `orders`; in none where that would cost a launch. One launch for few tokens on Hopper.
+    """
+    if x.is_cuda and x.shape[1] == 4:
+        from cedar.kernels import mhc_triton
+
+        if mhc_triton.few(x):
+            _check(Contract("mhc_enter"), x, x[:, 0], None, norm_weight, mix)
+            from cedar.kernels import mhc_few_hopper
+
+            wanted = (mix[0].to(torch.float32), *mix[1:])
+            return mhc_few_hopper.enter(x, pre, (norm_weight, eps), wanted, orders)
+    return rms_norm(mhc_collapse(x, pre), norm_weight, eps), mhc_mix(x, *mix), ()
+
+
+def mhc_settle(mixes: Mixes | Pending) -> Mixes:
+    """(pre, post, comb) of what `mhc_pass` returned: a launch where they are still pending."""
+    if not isinstance(mixes, Pending):
+        return mixes
+    from cedar.kernels import mhc_few_hopper
+
+    return mhc_few_hopper.settle(mixes)
+
+
+def _check(
+    c: Contract,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mixes: Mixes | None,
+    norm_weight: torch.Tensor,
+    mix: MixArguments | None,
+) -> None:
+    c.expect("x", x, "N hc d", torch.bfloat16)
+    c.expect("y", y, "N d", torch.bfloat16)
+    if mixes is not None:
+        pre, post, comb = mixes
+        c.expect("post", post, "N hc", torch.float32)
+        c.expect("comb", comb, "N hc hc", torch.float32)
+        c.expect("pre", pre, "N hc", torch.float32)
+    c.expect("norm_weight", norm_weight, "d", torch.bfloat16)
+    if mix is not None:
+        c.dims |= {"mixes": 24, "flat": 4 * c.dims["d"]}
+        c.expect("fn", mix[0], "mixes flat", torch.float32, torch.float64)
+        c.expect("scale", mix[1], "3", torch.float32)
+        c.expect("base", mix[2], "mixes", torch.float32)
+        c.require("iters", mix[5] > 0, f"must be positive, got {mix[5]}")

@@ -2,21 +2,41 @@
 """A sublayer's boundary and mix for few tokens on Hopper, one launch (spec §6).
 
 A program takes some channels of a token; its share of the projection is in registers before it waits for the
-launch before it. The programs of a token meet: each norms its own channels, the last to come turns the sums
-into pre, post and comb. One that has all channels meets nobody.
+launch before it. The programs of a token meet, and each norms its own channels. One that has all channels
+meets nobody.
+
+What turns the projection's sums into pre, post and comb is a chain of some 3,000 cycles that nobody waits for
+before the next boundary. So a call may leave the sums (`Pending`): the next one ends the mix, and mixes the
+streams with it, while the sublayer's last launch still runs; after `grid_wait` it has only the output to add.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
-from cedar.kernels.grid_hopper import barrier, counters, grid_release, grid_wait, half
-from cedar.kernels.mhc_mix_hopper import mixes, part_sums, parts_layout
-from cedar.kernels.prepared import Prepared
+from cedar.kernels.compress_hopper import inverse_root
+from cedar.kernels.grid_hopper import (
+    COUNTER_STEP,
+    arrive,
+    barrier,
+    goal_of,
+    grid_release,
+    grid_wait,
+    half,
+    wait_for,
+)
+from cedar.kernels.mhc import Pending
+from cedar.kernels.mhc_mix_hopper import coefficients, mixes, part_sums, parts_layout
+from cedar.kernels.mhc_triton import in_orders
+from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
@@ -28,9 +48,6 @@ def both(NW):
     return gl.DistributedLinearLayout(
         channels + mixes[: 5 - n], [[0, NW << i] for i in range(5)], mixes[5 - n :], [], [32, 32 * NW]
     )
-
-
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.constexpr_function
@@ -61,14 +78,15 @@ def _finish_row(
     inside,
     here,
     width,
+    smaller,
     eps,
     B: gl.constexpr,
     CODES: gl.constexpr,
 ):
     """Norms a token's channels `at` [B] (fp32, from `base` on) and writes them; with CODES also as E4M3 bytes
-    with a scale for 32.
+    with a scale for 32. smaller: fp64 1 / width.
     """
-    factor = 1.0 / gl.sqrt(square / width + eps)
+    factor = inverse_root(square * smaller + eps)
     high = factor.to(gl.float32)
     low = (factor - high.to(gl.float64)).to(gl.float32)
     p = row * weight
@@ -96,6 +114,83 @@ def _finish_row(
         )
 
 
+@gluon.constexpr_function
+def everyone(NW):
+    """[32]: every thread has them all."""
+    return gl.DistributedLinearLayout(
+        [[1 << i] for i in range(5)], [[0]] * 5, [[0]] * (NW.bit_length() - 1), [], [32]
+    )
+
+
+@gluon.jit
+def _pick(v, at: gl.constexpr):
+    """Value `at` of v [32], which every thread has: integers add up to it without an instruction."""
+    place = gl.arange(0, 32, layout=v.type.layout)
+    return gl.sum(gl.where(place == at, v.to(gl.int32, bitcast=True), 0), axis=0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _load_mixes(pre_ptr, post_ptr, comb_ptr, token, L: gl.constexpr):
+    """A token's coefficients [32] as `coefficients` orders them, from where they are kept."""
+    place = gl.arange(0, 32, layout=L)
+    comb = gl.load(comb_ptr + token * 16 + place, mask=place < 16, other=0.0)
+    pre = gl.load(pre_ptr + token * 4 + place - 24, mask=(place >= 24) & (place < 28), other=0.0)
+    post = gl.load(post_ptr + token * 4 + place - 28, mask=place >= 28, other=0.0)
+    return gl.where(place < 16, comb, gl.where(place < 28, pre, post))
+
+
+@gluon.jit
+def _mix_of(
+    mix_s, pre_ptr, post_ptr, comb_ptr, token, j: gl.constexpr, PENDING: gl.constexpr, L: gl.constexpr
+):
+    """Coefficients [32] of token number j of a program, in every thread."""
+    if PENDING:
+        own = mix_s.index(j).load(L)
+    else:
+        own = _load_mixes(pre_ptr, post_ptr, comb_ptr, token, L)
+    return own
+
+
+@gluon.jit
+def _mixed(
+    x_ptr, mix_s, pre_ptr, post_ptr, comb_ptr, tile, tokens, width, at, fits,
+    T: gl.constexpr, PENDING: gl.constexpr, ALL: gl.constexpr,
+):  # fmt: skip
+    """What the old streams give to each of the four new ones of T tokens, before an output is added."""
+    mixed = ()
+    for j in gl.static_range(T):
+        token = gl.minimum(tile * T + j, tokens - 1).to(gl.int64)
+        own = _mix_of(mix_s, pre_ptr, post_ptr, comb_ptr, token, j, PENDING, ALL)
+        old = x_ptr + token * 4 * width + at
+        x0 = gl.load(old, mask=fits, other=0.0).to(gl.float32)
+        x1 = gl.load(old + width, mask=fits, other=0.0).to(gl.float32)
+        x2 = gl.load(old + 2 * width, mask=fits, other=0.0).to(gl.float32)
+        x3 = gl.load(old + 3 * width, mask=fits, other=0.0).to(gl.float32)
+        for t in gl.static_range(4):
+            new = _pick(own, t) * x0 + _pick(own, 4 + t) * x1
+            new = new + _pick(own, 8 + t) * x2
+            mixed += (new + _pick(own, 12 + t) * x3,)  # type: ignore[assignment]
+    return mixed
+
+
+@gluon.jit
+def _outputs(y_ptr, tile, tokens, width, at, fits, T: gl.constexpr):
+    """The sublayer's output for T tokens, bf16, all on their way together."""
+    outputs = ()
+    for j in gl.static_range(T):
+        token = gl.minimum(tile * T + j, tokens - 1).to(gl.int64)
+        outputs += (gl.load(y_ptr + token * width + at, mask=fits, other=0.0),)  # type: ignore[assignment]
+    return outputs
+
+
+@gluon.jit
+def _sums(part_ptr, tile, T: gl.constexpr, SPLITS: gl.constexpr, SP2: gl.constexpr, NW: gl.constexpr):
+    """A tile's sums [T, 32] of what its programs left."""
+    PL: gl.constexpr = parts_layout(SP2, T, NW)
+    t = gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, PL)))
+    return part_sums(part_ptr, tile * SPLITS, t, t < T, T, SPLITS, SP2, PL, 0)
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def sublayer_few(
     x_ptr,
@@ -103,6 +198,9 @@ def sublayer_few(
     post_ptr,
     comb_ptr,
     pre_ptr,
+    sums_ptr,
+    old_scale_ptr,
+    old_base_ptr,
     norm_ptr,
     out_ptr,
     row_ptr,
@@ -128,10 +226,18 @@ def sublayer_few(
     SP2: gl.constexpr,
     NW: gl.constexpr,
     CODES: gl.constexpr,
+    PENDING: gl.constexpr,
+    LEAVES: gl.constexpr,
 ):
-    """Grid (SPLITS, ceil(tokens / T)), NW warps: 32 NW channels of T tokens."""
+    """Grid (SPLITS, ceil(tokens / T)), NW warps: 32 NW channels of T tokens.
+
+    PENDING: pre, post and comb are still the sums that a call before left at sums_ptr (LEAVES), for the mix
+    of old_scale_ptr and old_base_ptr. They, x and the counters are older than the launch before, so all that
+    comes of them is made before `grid_wait`.
+    """
     CH: gl.constexpr = both(NW)
     B: gl.constexpr = 32 * NW
+    ALL: gl.constexpr = everyone(NW)
     split = gl.program_id(0)
     tile = gl.program_id(1)
     C: gl.constexpr = gl.SliceLayout(0, CH)
@@ -142,95 +248,71 @@ def sublayer_few(
     mix = (m + 8) % 32  # in the order in which `mixes` wants them
     known = (mix < 24)[:, None] & fits[None, :]
     fn = fn_ptr + mix[:, None] * (4 * width) + at[None, :]
+    grid_release()
+    group = tile * SPLITS + split
+    spot = count_ptr + COUNTER_STEP * tile
+    mix_s = gl.allocate_shared_memory(gl.float32, [T, 32], FLAT)
+    if PENDING:
+        sums = _sums(sums_ptr, tile, T, SPLITS, SP2, NW)
+        goal = goal_of(spot)
     f0 = gl.load(fn, mask=known, other=0.0)
     f1 = gl.load(fn + width, mask=known, other=0.0)
     f2 = gl.load(fn + 2 * width, mask=known, other=0.0)
     f3 = gl.load(fn + 3 * width, mask=known, other=0.0)
     weight = gl.load(norm_ptr + at, mask=fits, other=0.0).to(gl.float32)
-    grid_wait()
-    grid_release()
-    group = tile * SPLITS + split
-    z_s = gl.allocate_shared_memory(gl.float32, [T * 32], FLAT)
-    row_0 = gl.full([B], 0.0, gl.float32, C)
-    row_1 = row_0
-    row_2 = row_0
-    row_3 = row_0
+    smaller = 1.0 / width.to(gl.float64)
+    if PENDING:
+        found = coefficients(sums, old_scale_ptr, old_base_ptr, width, mix_eps, hc_eps, rounds, T, NW)
+        mix_s._reinterpret(gl.float32, [T, 32], FLAT2).store(found)
+        barrier()
+    else:
+        grid_wait()
+        goal = goal_of(spot)
+    mixed = _mixed(x_ptr, mix_s, pre_ptr, post_ptr, comb_ptr, tile, tokens, width, at, fits, T, PENDING, ALL)
+    if PENDING:
+        grid_wait()
+    outputs = _outputs(y_ptr, tile, tokens, width, at, fits, T)
+    streams = mixed[:0]
+    rows = mixed[:0]
     for j in gl.static_range(T):
-        token = tile * T + j
-        here = token < tokens
-        t64 = gl.minimum(token, tokens - 1).to(gl.int64)
-        base = t64 * 4 * width + at
-        comb = comb_ptr + t64 * 16
-        post = post_ptr + t64 * 4
-        pre = pre_ptr + t64 * 4
-        x0 = gl.load(x_ptr + base, mask=fits, other=0.0).to(gl.float32)
-        x1 = gl.load(x_ptr + base + width, mask=fits, other=0.0).to(gl.float32)
-        x2 = gl.load(x_ptr + base + 2 * width, mask=fits, other=0.0).to(gl.float32)
-        x3 = gl.load(x_ptr + base + 3 * width, mask=fits, other=0.0).to(gl.float32)
-        y = gl.load(y_ptr + t64 * width + at, mask=fits, other=0.0).to(gl.float32)
-        z = gl.full([32, B], 0.0, gl.float32, CH)
+        here = tile * T + j < tokens
+        t64 = gl.minimum(tile * T + j, tokens - 1).to(gl.int64)
+        own = _mix_of(mix_s, pre_ptr, post_ptr, comb_ptr, t64, j, PENDING, ALL)
+        y = outputs[j].to(gl.float32)
         total = gl.full([B], 0.0, gl.float32, C)
+        for t in gl.static_range(4):
+            low = half(mixed[4 * j + t] + _pick(own, 28 + t) * y)
+            gl.store(out_ptr + (t64 * 4 + t) * width + at, low, mask=fits & here)
+            total = total + _pick(own, 24 + t) * low.to(gl.float32)
+            streams += (low,)
+        row = half(total).to(gl.float32)
+        long = row.to(gl.float64)
+        square = gl.sum(long * long, axis=0)
+        if SPLITS > 1:
+            gl.store(rows_ptr + group * T + j, square)
+            rows += (row,)
+        else:
+            _finish_row(
+                row, square, weight, row_ptr, codes_ptr, code_scale_ptr, t64, split * B, at, fits & here,
+                here, width, smaller, eps, B, CODES,
+            )  # fmt: skip
+    if SPLITS > 1 and LEAVES:
+        arrive(spot, gl.where(split == 0, 65 - SPLITS, 1))
+    for j in gl.static_range(T):
+        z = gl.full([32, B], 0.0, gl.float32, CH)
         squares = gl.full([B], 0.0, gl.float32, C)
         for t in gl.static_range(4):
-            new = gl.load(comb + t) * x0 + gl.load(comb + 4 + t) * x1
-            new = new + gl.load(comb + 8 + t) * x2
-            new = new + gl.load(comb + 12 + t) * x3
-            low = half(new + gl.load(post + t) * y)
-            gl.store(out_ptr + base + t * width, low, mask=fits & here)
-            wide = low.to(gl.float32)
-            total = total + gl.load(pre + t) * wide
+            wide = streams[4 * j + t].to(gl.float32)
             squares = gl.fma(wide, wide, squares)
             f = f0 if t == 0 else (f1 if t == 1 else (f2 if t == 2 else f3))
             z = gl.fma(f, gl.expand_dims(wide, 0) + gl.full([32, B], 0.0, gl.float32, CH), z)
-        row = half(total).to(gl.float32)
-        long = row.to(gl.float64)
-        row_square = gl.sum(long * long, axis=0)
-        sums = gl.sum(z, axis=1)
-        sums = gl.where(m == 23, gl.sum(squares, axis=0), sums)
-        if SPLITS > 1:
-            gl.store(rows_ptr + group * T + j, row_square)
-            gl.store(part_ptr + (group * T + j) * 32 + m, sums)
-        else:
-            z_s.slice(j * 32, 32).store(sums)
-            _finish_row(
-                row,
-                row_square,
-                weight,
-                row_ptr,
-                codes_ptr,
-                code_scale_ptr,
-                t64,
-                split * B,
-                at,
-                fits & here,
-                here,
-                width,
-                eps,
-                B,
-                CODES,
-            )
-        if SPLITS > 1:
-            if j == 0:
-                row_0 = row
-            elif j == 1:
-                row_1 = row
-            elif j == 2:
-                row_2 = row
-            else:
-                row_3 = row
-    mixes_here = SPLITS == 1
+        made = gl.sum(z, axis=1)
+        made = gl.where(m == 23, gl.sum(squares, axis=0), made)
+        gl.store(part_ptr + (group * T + j) * 32 + m, made)
     if SPLITS > 1:
-        barrier()
-        old = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel")
-        goal = (old & -64) + 64
-        mixes_here = (old & 63) == SPLITS - 1
-        seen = old + 1
-        if SPLITS < 64:  # noqa: SIM102
-            if mixes_here:
-                seen = gl.atomic_add(count_ptr + tile, 64 - SPLITS, sem="acq_rel") + 64 - SPLITS
-        while seen - goal < 0:
-            seen = gl.atomic_add(count_ptr + tile, 0, sem="acquire")
-        barrier()
+        if not LEAVES:
+            arrive(spot, gl.where(split == 0, 65 - SPLITS, 1))
+        wait_for(spot, goal)
         R: gl.constexpr = splits_layout(SP2, NW)
         s = gl.arange(0, SP2, layout=R)
         for j in gl.static_range(T):
@@ -238,48 +320,85 @@ def sublayer_few(
             squares64 = gl.load(
                 rows_ptr + (tile * SPLITS + s) * T + j, mask=s < SPLITS, other=0.0, cache_modifier=".cg"
             )
-            r_j = row_0 if j == 0 else (row_1 if j == 1 else (row_2 if j == 2 else row_3))
             _finish_row(
-                r_j,
-                gl.sum(squares64, axis=0),
-                weight,
-                row_ptr,
-                codes_ptr,
-                code_scale_ptr,
-                t_j.to(gl.int64),
-                split * B,
-                at,
-                fits & (t_j < tokens),
-                t_j < tokens,
-                width,
-                eps,
-                B,
+                rows[j], gl.sum(squares64, axis=0), weight, row_ptr, codes_ptr, code_scale_ptr,
+                t_j.to(gl.int64), split * B, at, fits & (t_j < tokens), t_j < tokens, width, smaller, eps, B,
                 CODES,
-            )
-    if mixes_here:
-        PL: gl.constexpr = parts_layout(SP2, T, NW)
-        t2 = gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, PL)))
-        if SPLITS > 1:
-            z_all = part_sums(part_ptr, tile * SPLITS, t2, t2 < T, T, SPLITS, SP2, PL, 0)
-        else:
-            z_all = gl.expand_dims(z_s.slice(0, 32).load(gl.SliceLayout(0, gl.SliceLayout(0, PL))), 0)
-        whose = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, z_all.type.layout))
-        mixes(
-            z_all,
-            whose,
-            tokens,
-            scale_ptr,
-            base_ptr,
-            new_pre_ptr,
-            new_post_ptr,
-            new_comb_ptr,
-            width,
-            mix_eps,
-            hc_eps,
-            rounds,
-            T,
-            NW,
-        )
+            )  # fmt: skip
+    if not LEAVES:  # noqa: SIM102  (the one is known when this is compiled, the other is not)
+        if split == 0:
+            if SPLITS == 1:
+                barrier()
+            z_all = _sums(part_ptr, tile, T, SPLITS, SP2, NW)
+            whose = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, z_all.type.layout))
+            mixes(
+                z_all, whose, tokens, scale_ptr, base_ptr, new_pre_ptr, new_post_ptr, new_comb_ptr, width,
+                mix_eps, hc_eps, rounds, T, NW,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def settle_few(
+    sums_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, tokens, width, mix_eps, hc_eps, rounds,
+    T: gl.constexpr, SPLITS: gl.constexpr, SP2: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(tokens / T)): pre, post and comb of sums that `sublayer_few` left."""
+    grid_wait()
+    grid_release()
+    tile = gl.program_id(0)
+    z = _sums(sums_ptr, tile, T, SPLITS, SP2, NW)
+    whose = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, z.type.layout))
+    mixes(
+        z,
+        whose,
+        tokens,
+        scale_ptr,
+        base_ptr,
+        pre_ptr,
+        post_ptr,
+        comb_ptr,
+        width,
+        mix_eps,
+        hc_eps,
+        rounds,
+        T,
+        NW,
+    )
+
+
+class Cut(NamedTuple):
+    """Warps of a program, programs that share out the channels, tokens a program."""
+
+    warps: int
+    splits: int
+    together: int
+
+
+def cut(tokens: int, width: int) -> Cut:
+    """How so many tokens are shared out."""
+    warps = 8 if width <= 256 else 4
+    splits = triton.cdiv(width, 32 * warps)
+    return Cut(warps, splits, 1 if splits == 1 or tokens <= 4 else 2 if tokens <= 8 else 4)
+
+
+@cache
+def _meetings(index: int) -> torch.Tensor:
+    """Counters of these launches alone on CUDA device `index`, as they are read before `grid_wait`."""
+    return torch.zeros(4096, dtype=torch.int32, device=f"cuda:{index}")
+
+
+def settle(pending: Pending) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pre [N, 4], post [N, 4], comb [N, 4, 4]) fp32."""
+    tokens, width = pending.shape
+    warps, splits, together = cut(tokens, width)
+    pre, post = (pending.sums.new_empty(tokens, 4) for _ in range(2))
+    comb = pending.sums.new_empty(tokens, 4, 4)
+    settle_few[(triton.cdiv(tokens, together),)](
+        pending.sums, pending.scale, pending.base, pre, post, comb, tokens, width, *pending.numbers, together,
+        splits, triton.next_power_of_2(splits), warps, num_warps=warps, enable_fp_fusion=False,
+        launch_pdl=True,
+    )  # fmt: skip
+    return pre, post, comb
 
 
 def sublayer(
@@ -291,20 +410,79 @@ def sublayer(
     mix_eps: float,
     hc_eps: float,
     rounds: int,
-) -> None:
-    """As `mhc_hopper.sublayer`."""
+    pending: Pending | None = None,
+    *,
+    leaves: bool = False,
+) -> Pending | None:
+    """As `mhc_hopper.sublayer`. `pending` stands for post, comb and pre; with `leaves` the new ones are not
+    made either, but returned as another.
+    """
     x, y, post, comb, pre, norm, fn, scale, base = given
     streams, row, mixed = result
     width, device = x.shape[2], x.device
-    warps = 8 if width <= 256 else 4
-    splits = triton.cdiv(width, 32 * warps)
-    together = 1 if splits == 1 or tokens <= 4 else 2 if tokens <= 8 else 4
+    warps, splits, together = cut(tokens, width)
     tiles = triton.cdiv(tokens, together)
-    part = torch.empty(tiles * splits * together, 32, dtype=torch.float32, device=device)
+    sums = torch.empty(tiles * splits * together, 32, dtype=torch.float32, device=device)
     squares = torch.empty(tiles * splits * together, dtype=torch.float64, device=device)
+    numbers = (mix_eps, hc_eps, rounds)
+    before = (sums, scale, base) if pending is None else (pending.sums, pending.scale, pending.base)
     sublayer_few[(splits, tiles)](
-        x, y, post, comb, pre, norm, streams, row, fn, scale, base,
-        *((codes.values, codes.scale) if codes else (row, row)), part, squares, counters(device.index or 0),
-        *mixed, tokens, width, eps, mix_eps, hc_eps, rounds, together, splits, triton.next_power_of_2(splits),
-        warps, codes is not None, num_warps=warps, enable_fp_fusion=False, launch_pdl=True,
+        x, y, post, comb, pre, *before, norm, streams, row, fn, scale, base,
+        *((codes.values, codes.scale) if codes else (row, row)), sums, squares, _meetings(device.index or 0),
+        *mixed, tokens, width, eps, *numbers, together, splits, triton.next_power_of_2(splits), warps,
+        codes is not None, pending is not None, leaves, num_warps=warps, enable_fp_fusion=False,
+        launch_pdl=True,
     )  # fmt: skip
+    return Pending(sums, (tokens, width), scale, base, numbers) if leaves else None
+
+
+def pass_on(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Pending,
+    norm: tuple[torch.Tensor, float],
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
+    orders: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor, Pending, tuple[Prepared, ...]]:
+    """As `mhc_triton.sublayer`, without the end of the mix."""
+    fn, scale, base, *_ = mix
+    pending = None
+    if isinstance(mixes, Pending):
+        if mixes.shape == (x.shape[0], x.shape[2]) and mixes.numbers == mix[3:] and x.is_contiguous():
+            pending = mixes
+            pre = post = comb = mixes.sums  # not read
+        else:
+            mixes = settle(mixes)
+    if not isinstance(mixes, Pending):
+        pre, post, comb = (t.contiguous() for t in mixes)
+    out, row = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(y)
+    made = empty_codes(row) if CODES in orders else None
+    left = sublayer(
+        (x.contiguous(), y.contiguous(), post, comb, pre, norm[0], fn.contiguous(), scale, base),
+        (out, row, (pre, post, comb)), made, x.shape[0], norm[1], *mix[3:], pending, leaves=True,
+    )  # fmt: skip
+    assert left is not None
+    return out, row, left, in_orders(row, made, orders)
+
+
+@cache
+def _as_they_are(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """post and comb that change no stream."""
+    post = torch.zeros(tokens, 4, device=device)
+    return post, torch.eye(4, device=device).repeat(tokens, 1, 1)
+
+
+def enter(
+    x: torch.Tensor,
+    pre: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float, int],
+    orders: tuple[int, ...],
+) -> tuple[torch.Tensor, Pending, tuple[Prepared, ...]]:
+    """As `pass_on` with nothing to add to the streams: (row, what is left of the mix, row in `orders`)."""
+    tokens, streams, width = x.shape
+    x = x.contiguous()
+    post, comb = _as_they_are(tokens, x.device)
+    some = x.view(tokens * streams, width)[:tokens]  # times zero
+    _, row, left, prepared = pass_on(x, some, (pre, post, comb), norm, mix, orders)
+    return row, left, prepared

@@ -53,6 +53,55 @@ def _inverse(x):
 
 
 @gluon.jit
+def coefficients(
+    z,
+    scale_ptr,
+    base_ptr,
+    width,
+    mix_eps,
+    hc_eps,
+    rounds,
+    TS: gl.constexpr,
+    NW: gl.constexpr,
+):
+    """[TS, 32] of sums z [TS, 32], whose place L holds column (L + 8) % 32: comb from 0 on, pre from 24, post
+    from 28.
+    """
+    L: gl.constexpr = z.type.layout
+    place = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    column = (place + 8) % 32
+    square = gl.sum(gl.where((place == 23)[None, :], z, 0.0), axis=1)
+    which = gl.where(column < 4, 0, gl.where(column < 8, 1, 2))
+    known = column < 24
+    scale = gl.load(scale_ptr + which)
+    base = gl.load(base_ptr + column, mask=known, other=0.0)
+    rms = 1.0 / gl.sqrt(square / (4 * width) + mix_eps)
+    z = z * rms[:, None] * scale[None, :] + base[None, :]
+    z = gl.where((column < 24)[None, :], z, 0.0)
+    gate = _sigmoid(z)
+    gate = gl.where((column < 4)[None, :], gate + hc_eps, 2.0 * gate)
+    c = gl.convert_layout(gl.reshape(z, [TS, 2, 4, 4]), comb_layout(TS, NW))
+    c = gl.exp(c - gl.expand_dims(gl.max(c, axis=3), 3))
+    c = c * gl.expand_dims(_inverse(gl.sum(c, axis=3)), 3) + hc_eps
+    c = c * gl.expand_dims(_inverse(gl.sum(c, axis=2) + hc_eps), 2)
+    for _ in range(rounds - 1):
+        c = c * gl.expand_dims(_inverse(gl.sum(c, axis=3) + hc_eps), 3)
+        c = c * gl.expand_dims(_inverse(gl.sum(c, axis=2) + hc_eps), 2)
+    return gl.where((place < 16)[None, :], gl.convert_layout(gl.reshape(c, [TS, 32]), L), gate)
+
+
+@gluon.jit
+def store_mixes(found, token, tokens, pre_ptr, post_ptr, comb_ptr):
+    """`coefficients` [TS, 32] of tokens int [TS] to where they belong."""
+    place = gl.arange(0, 32, layout=gl.SliceLayout(0, found.type.layout))[None, :]
+    keep = (token < tokens)[:, None]
+    row = token.to(gl.int64)[:, None]
+    gl.store(comb_ptr + row * 16 + place, found, mask=keep & (place < 16))
+    gl.store(pre_ptr + row * 4 + place - 24, found, mask=keep & (place >= 24) & (place < 28))
+    gl.store(post_ptr + row * 4 + place - 28, found, mask=keep & (place >= 28))
+
+
+@gluon.jit
 def mixes(
     z,
     token,
@@ -69,36 +118,9 @@ def mixes(
     TS: gl.constexpr,
     NW: gl.constexpr,
 ):
-    """pre, post and comb of sums z [TS, 32], whose place L holds column (L + 8) % 32: comb first."""
-    L: gl.constexpr = z.type.layout
-    place = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    column = (place + 8) % 32
-    square = gl.sum(gl.where((place == 23)[None, :], z, 0.0), axis=1)
-    which = gl.where(column < 4, 0, gl.where(column < 8, 1, 2))
-    known = column < 24
-    scale = gl.load(scale_ptr + which)
-    base = gl.load(base_ptr + column, mask=known, other=0.0)
-    rms = 1.0 / gl.sqrt(square / (4 * width) + mix_eps)
-    z = z * rms[:, None] * scale[None, :] + base[None, :]
-    z = gl.where((column < 24)[None, :], z, 0.0)
-    keep = (token < tokens)[:, None] & (place >= 0)[None, :]
-    row = token.to(gl.int64)[:, None]
-    gate = _sigmoid(z)
-    gl.store(pre_ptr + row * 4 + column[None, :], gate + hc_eps, mask=keep & (column < 4)[None, :])
-    gl.store(
-        post_ptr + row * 4 + (column - 4)[None, :],
-        2.0 * gate,
-        mask=keep & ((column >= 4) & (column < 8))[None, :],
-    )
-    c = gl.convert_layout(gl.reshape(z, [TS, 2, 4, 4]), comb_layout(TS, NW))
-    c = gl.exp(c - gl.expand_dims(gl.max(c, axis=3), 3))
-    c = c * gl.expand_dims(_inverse(gl.sum(c, axis=3)), 3) + hc_eps
-    c = c * gl.expand_dims(_inverse(gl.sum(c, axis=2) + hc_eps), 2)
-    for _ in range(rounds - 1):
-        c = c * gl.expand_dims(_inverse(gl.sum(c, axis=3) + hc_eps), 3)
-        c = c * gl.expand_dims(_inverse(gl.sum(c, axis=2) + hc_eps), 2)
-    out = gl.convert_layout(gl.reshape(c, [TS, 32]), L)
-    gl.store(comb_ptr + row * 16 + place[None, :], out, mask=keep & (place < 16)[None, :])
+    """pre, post and comb of sums z [TS, 32] as `coefficients` takes them."""
+    found = coefficients(z, scale_ptr, base_ptr, width, mix_eps, hc_eps, rounds, TS, NW)
+    store_mixes(found, token, tokens, pre_ptr, post_ptr, comb_ptr)
 
 
 @gluon.jit

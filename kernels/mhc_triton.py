@@ -23,6 +23,7 @@ from cedar.kernels.prepared_ref import prepared
 
 FEW = 32  # tokens up to which `mhc_few_hopper` is the faster one on Hopper; more where rows are narrow
 NARROW, FEW_NARROW = 256, 256  # channels, tokens
+MANY = 512  # tokens beyond which `mhc_many_hopper` is
 
 
 @triton.jit
@@ -413,13 +414,11 @@ def sublayer(
     made: Prepared | None = None
     given = (x, y, post, comb, pre.contiguous(), norm[0])
     matrix = (fn.contiguous(), scale, base)
-    on_hopper = x.is_cuda and hopper(device.index or 0) and width % 64 == 0
-    if on_hopper and tokens and width <= 64 * 128:
-        from cedar.kernels import mhc_few_hopper, mhc_hopper
+    if _on_hopper(x):
+        from cedar.kernels import mhc_few_hopper, mhc_hopper, mhc_many_hopper
 
         made = empty_codes(row) if CODES in orders else None
-        few = tokens <= (FEW_NARROW if width <= NARROW else FEW)
-        kernel = mhc_few_hopper if few else mhc_hopper
+        kernel = mhc_few_hopper if few(x) else mhc_many_hopper if tokens > MANY else mhc_hopper
         kernel.sublayer((*given, *matrix), (out, row, mixed), made, tokens, norm[1], mix_eps, hc_eps, rounds)
     elif tokens:
         together = 1 if tokens <= 8 else 2
@@ -433,9 +432,20 @@ def sublayer(
             hc_eps, rounds, together, size, splits, triton.next_power_of_2(splits),
             min(triton.next_power_of_2(width), 8192 // together), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return (
-        out,
-        row,
-        mixed,
-        tuple(made if made is not None and order == CODES else prepared(row, order) for order in orders),
-    )
+    return out, row, mixed, in_orders(row, made, orders)
+
+
+def _on_hopper(x: torch.Tensor) -> bool:
+    """Whether Hopper's own kernels take streams x [N, 4, d]."""
+    tokens, _, width = x.shape
+    return x.is_cuda and hopper(x.device.index or 0) and width % 64 == 0 and tokens > 0 and width <= 64 * 128
+
+
+def few(x: torch.Tensor) -> bool:
+    """Whether `mhc_few_hopper` takes streams x [N, 4, d]."""
+    return _on_hopper(x) and x.shape[0] <= (FEW_NARROW if x.shape[2] <= NARROW else FEW)
+
+
+def in_orders(row: torch.Tensor, made: Prepared | None, orders: tuple[int, ...]) -> tuple[Prepared, ...]:
+    """`row` in each of `orders`; `made` is it as codes, where a launch has written them."""
+    return tuple(made if made is not None and order == CODES else prepared(row, order) for order in orders)

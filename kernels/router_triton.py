@@ -306,6 +306,26 @@ def route_to_tiles(
     return ids, weights, tiles
 
 
+def route_to_columns(
+    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, k: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """`route` of one token for `experts_token_hopper`: (ids, weights, the token quantised, its scales); None
+    where there is no kernel for it. d a multiple of 256.
+    """
+    from cedar.kernels import router_one_hopper
+
+    plan = router_one_hopper.cut(gate.shape[0], x.shape[1]) if bias.dim() == 1 and k <= 32 else None
+    if plan is None:
+        return None
+    ids = torch.empty(1, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(1, k, dtype=torch.float32, device=x.device)
+    rows = torch.empty(1, 8 * x.shape[1], dtype=torch.uint8, device=x.device)
+    scales = torch.empty(1, x.shape[1] // 32, dtype=torch.float32, device=x.device)
+    given = (x.contiguous(), gate.contiguous(), bias.contiguous(), k, scale)
+    router_one_hopper.route(*given, _meetings(x.device), ids, weights, (rows, scales), 0, plan)
+    return ids, weights, rows, scales
+
+
 def _launch(
     x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, k: int, scale: float, tile_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, Tiles | None]:
@@ -333,8 +353,17 @@ def _launch(
         if tiles
         else (x, x, ids, ids, ids)
     )
+    on_hopper = x.is_cuda and hopper(x.device.index or 0)
+    if tokens == 1 and on_hopper and bias.dim() == 1 and k <= 32 and (k + 1) * tile_rows <= 1024:
+        from cedar.kernels import router_one_hopper
+
+        plan = router_one_hopper.cut(experts, width)
+        if plan is not None:
+            places = None if tiles is None else (tiles.bands, tiles.scales, tiles.slots, tiles.owners)
+            given = (x.contiguous(), gate.contiguous(), bias.contiguous(), k, scale)
+            router_one_hopper.route(*given, _meetings(x.device), ids, weights, places, tile_rows, plan)
+            return ids, weights, tiles
     if tokens:
-        on_hopper = x.is_cuda and hopper(x.device.index or 0)
         together = 16 if tokens <= 16 else 64
         groups = triton.cdiv(tokens, together)
         block = min(64, max(16, size))

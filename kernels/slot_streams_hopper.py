@@ -224,8 +224,8 @@ def stream(
                 first_row >= 0, w_s, s_s, bars, GROUPS, FP8,
             )  # fmt: skip
     if EARLY:
-        grid_wait()
         grid_release()
+        grid_wait()
     for i in gl.static_range(STAGES - 1):
         _ask_x(
             x,

@@ -9,7 +9,7 @@ permuted alike, so no value moves between threads, and no warp waits for another
 
 from __future__ import annotations
 
-from cedar.kernels.grid_hopper import barrier
+from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
@@ -49,9 +49,9 @@ def _operand(values, RIGHT: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def load_bf16(weight, block, columns: gl.constexpr):
-    """bf16 rows [64, 128]."""
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, _VALUES))
+def load_bf16(weight, block, rows, columns: gl.constexpr):
+    """bf16 rows [64, 128]; the last of `rows` again for those that are not there."""
+    r = gl.minimum(gl.arange(0, 64, layout=gl.SliceLayout(1, _VALUES)), rows - 1)
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, _VALUES))
     return gl.load(weight + r[:, None] * columns + block * 128 + c[None, :])
 
@@ -69,10 +69,11 @@ def linear_rows(
     x_ptr, weight_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs, x_stride,
     columns: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (outputs / 64, ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows of bf16 weights, the
+    """Grid (ceil(outputs / 64), ceil(tokens / T), SPLITS): x·Wᵀ of T tokens with 64 rows of bf16 weights, the
     channels shared out over SPLITS.
 
-    The last split to finish adds the parts in order; count_ptr (zeros) is left as it was found.
+    The last split to finish adds the parts in order; count_ptr (zeros) is left as it was found. For
+    `launch_pdl`.
     """
     LAYOUT: gl.constexpr = _TOKENS8 if T == 8 else _TOKENS16
     row = gl.program_id(0) * 64
@@ -86,18 +87,20 @@ def linear_rows(
     weight = weight_ptr + row.to(gl.int64) * columns
     acc = gl.full([64, T], 0.0, gl.float32, _ACC)
     end = blocks - 1
-    words = load_bf16(weight, gl.minimum(first, end), columns)
+    words = load_bf16(weight, gl.minimum(first, end), outputs - row, columns)
+    grid_wait()
+    grid_release()
     x = load_tokens(x_ptr, rows, present, gl.minimum(first, end), T)
     for block in range(first, last):
         left = _operand(words, False, 64)
         right = _operand(x, True, T)
-        words = load_bf16(weight, gl.minimum(block + 1, end), columns)
+        words = load_bf16(weight, gl.minimum(block + 1, end), outputs - row, columns)
         x = load_tokens(x_ptr, rows, present, gl.minimum(block + 1, end), T)
         acc = mma_v2(left, right, acc)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
     t = gl.program_id(1) * T + gl.arange(0, T, layout=gl.SliceLayout(0, _ACC))
     at = t[None, :].to(gl.int64) * outputs + r[:, None]
-    mine = (t < tokens)[None, :]
+    mine = (t < tokens)[None, :] & (r < outputs)[:, None]
     if SPLITS == 1:
         gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mine)
     else:
@@ -107,7 +110,7 @@ def linear_rows(
         cell = count_ptr + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         if gl.atomic_add(cell, 1, sem="acq_rel") == SPLITS - 1:
             total = gl.full([64, T], 0.0, gl.float32, _ACC)
-            for i in range(SPLITS):
+            for i in gl.static_range(SPLITS):
                 total += gl.load(part_ptr + i * size + at, mask=mine, other=0.0, cache_modifier=".cg")
             gl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mine)
             gl.atomic_xchg(cell, 0)

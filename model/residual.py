@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from cedar.kernels.mhc import mhc_boundary, mhc_collapse, mhc_expand, mhc_mix
+from cedar.kernels.mhc import Mixes, Pending, mhc_collapse, mhc_enter, mhc_expand, mhc_pass, mhc_settle
 from cedar.kernels.norm import rms_norm
-from cedar.kernels.prepared import Prepared
+from cedar.kernels.prepared import CODES
 from cedar.model.dense import Rows
 
 
@@ -37,30 +37,33 @@ class StreamMix:
 
 
 class Residual:
-    """Streams bf16 [N, hc, d] and the pre fp32 [N, hc] that the last sublayer computed, handed from sublayer
-    to sublayer and from layer to layer. One call's own.
+    """Streams bf16 [N, hc, d] and the mix of the last sublayer entered, or the pre fp32 [N, hc] handed in,
+    from sublayer to sublayer and from layer to layer. One call's own.
     """
 
     def __init__(self, streams: torch.Tensor, pre: torch.Tensor) -> None:
         self._streams = streams
-        self.pre = pre
-        self._mixed: tuple[torch.Tensor, torch.Tensor] | None = None  # post, comb of the sublayer entered
+        self._pre = pre
+        self._mixes: Mixes | Pending | None = None  # of the sublayer entered
         self._output: torch.Tensor | None = None
+
+    @property
+    def pre(self) -> torch.Tensor:
+        """The pre fp32 [N, hc] that the last sublayer computed."""
+        return self._pre if self._mixes is None else self._settle()[0]
 
     def enter(self, mix: StreamMix, norm: torch.Tensor, eps: float, orders: tuple[int, ...] = ()) -> Rows:
         """The normed rows bf16 [N, d] that a sublayer with this mix and norm starts from; quantised in
         `orders` too where that costs no launch.
         """
-        prepared: tuple[Prepared, ...] = ()
-        if self._output is not None and self._mixed is not None:
-            given = self._streams, self._output, *self._mixed, self.pre, norm, eps
-            mixer = mix.arguments
-            self._streams, row, mixed, prepared = mhc_boundary(*given, mix=mixer, orders=orders)
-            self.pre, post, comb = mixed
+        if self._output is not None and self._mixes is not None:
+            codes = tuple(order for order in orders if order == CODES)  # others would cost a launch
+            self._streams, row, self._mixes, prepared = mhc_pass(
+                self._streams, self._output, self._mixes, norm, eps, mix.arguments, codes
+            )
         else:
-            row = self.collapsed(norm, eps)
-            self.pre, post, comb = mhc_mix(self._streams, *mix.arguments)
-        self._mixed, self._output = (post, comb), None
+            row, self._mixes, prepared = mhc_enter(self.settled(), self.pre, norm, eps, mix.arguments, orders)
+        self._output = None
         return Rows(row, prepared)
 
     def leave(self, output: torch.Tensor) -> None:
@@ -73,11 +76,17 @@ class Residual:
 
     def settled(self) -> torch.Tensor:
         """The streams with the last sublayer's output in them."""
-        if self._output is not None and self._mixed is not None:
-            self._streams = mhc_expand(self._streams, self._output, *self._mixed)
+        if self._output is not None and self._mixes is not None:
+            _, post, comb = self._settle()
+            self._streams = mhc_expand(self._streams, self._output, post, comb)
             self._output = None
         return self._streams
 
     def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put `change` of the settled streams in their place."""
         self._streams = change(self.settled())
+
+    def _settle(self) -> Mixes:
+        assert self._mixes is not None
+        self._mixes = mhc_settle(self._mixes)
+        return self._mixes

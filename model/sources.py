@@ -135,7 +135,8 @@ class Indexer:
             )
             kept.append(top_k(scores, self.topk))
             if self.candidate_block:
-                blocks = candidate_blocks(scores, visible[rows], self.candidate_block, self.candidate_keep)
+                keep = min(self.candidate_keep, max(1, -(-width // self.candidate_block)))  # the rest is -1
+                blocks = candidate_blocks(scores, visible[rows], self.candidate_block, keep)
                 pools.append(block_positions(blocks, self.candidate_block, visible[rows]))
         selection.entries = _together(kept)
         if pools:

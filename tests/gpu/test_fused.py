@@ -18,7 +18,8 @@ from cedar.kernels.group_tails import join_tails
 from cedar.kernels.grouped_output import grouped_output
 from cedar.kernels.index_queries import pack_index_queries
 from cedar.kernels.latents import Staging, norm_latents
-from cedar.kernels.mhc import Mixes, mhc_boundary, mhc_mix
+from cedar.kernels.linear import linear_dense
+from cedar.kernels.mhc import Mixes, Pending, mhc_boundary, mhc_mix, mhc_pass, mhc_settle
 from cedar.kernels.paging import PageRangeError
 from cedar.kernels.prepared import CODES, Prepared
 from cedar.kernels.rope import rope_frequencies, rope_table
@@ -90,12 +91,51 @@ def same_codes(got: object, want: torch.Tensor) -> bool:
     return values and torch.equal(got.scale.cpu(), made.scale)
 
 
-@pytest.mark.parametrize("tokens", [17, 64])
-def test_grouped_output_as_codes(tokens: int) -> None:
-    o, weight = randn(tokens, 8, 512).bfloat16().cuda(), (randn(8, 64, 512) * 512**-0.5).bfloat16().cuda()
-    assert same_codes(grouped_output(o, weight, (CODES,)), grouped_output(o, weight))
+@pytest.mark.parametrize(
+    ("tokens", "shape"),
+    [(17, (8, 64, 512)), (64, (8, 64, 512)), (1, (8, 1024, 4096)), (3, (8, 64, 4096)), (8, (2, 128, 512))],
+)
+def test_grouped_output_as_codes(tokens: int, shape: tuple[int, int, int]) -> None:
+    groups, _, channels = shape
+    o = randn(tokens, groups, channels).bfloat16().cuda()
+    weight = (randn(*shape) * channels**-0.5).bfloat16().cuda()
+    got = grouped_output(o, weight, (CODES,))
+    assert isinstance(got, Prepared)
+    assert got.scale is not None
+    made = prepared_ref.prepared(grouped_output(o, weight).cpu(), CODES)
+    assert made.scale is not None
+    assert torch.equal(got.scale.cpu(), made.scale)
+    same = got.values.view(torch.uint8).cpu() == made.values.view(torch.uint8)
+    assert same.double().mean() > 0.999  # sums in another order, rounded the other way
     assert launches(lambda: grouped_output(o, weight, (CODES,))) == 1
-    assert isinstance(grouped_output(o[:3], weight, (CODES,)), torch.Tensor)
+    between = torch.zeros(12, groups, channels, dtype=torch.bfloat16, device="cuda")
+    assert isinstance(grouped_output(between, weight, (CODES,)), torch.Tensor)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 5120), (3, 256), (8, 1280), (20, 640), (70, 640)])
+def test_a_mix_left_to_the_next_boundary(tokens: int, width: int) -> None:
+    """Three boundaries in a row, as in a stack: the same streams, rows and mixes as with mixes made at
+    once.
+    """
+    streams, norm = randn(tokens, 4, width).bfloat16(), torch.rand(width).bfloat16()
+    outputs = [randn(tokens, width, seed=i).bfloat16() for i in range(3)]
+    mixers = [(randn(24, 4 * width, seed=i) * 0.05, torch.rand(3) + 0.5, randn(24, seed=i)) for i in range(4)]
+    numbers = (EPS, 1e-6, 20)
+    got, found = streams.cuda(), mhc_mix(streams.cuda(), *cuda(mixers[0]), *numbers)
+    left: Mixes | Pending = found
+    for y, mixer in zip(outputs, mixers[1:], strict=True):
+        pre, post, comb = found
+        given = (*cuda((norm,)), EPS)
+        want = mhc_boundary(got, y.cuda(), post, comb, pre, *given, mix=(*cuda(mixer), *numbers))
+        torch.cuda.synchronize()  # in a stack launches lie between
+        new, row, left, (codes,) = mhc_pass(got, y.cuda(), left, *given, (*cuda(mixer), *numbers), (CODES,))
+        assert torch.equal(new, want[0])
+        assert torch.equal(row, want[1])
+        assert same_codes(codes, row)
+        got, found = want[0], want[2]
+    assert isinstance(left, Pending) == (tokens <= 32)
+    for part, other in zip(mhc_settle(left), found, strict=True):
+        assert torch.equal(part, other)
 
 
 @pytest.mark.parametrize("width", [96, 2304])
@@ -127,7 +167,8 @@ def test_a_chunk_is_staged_in_one_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width"), [(1, 5120), (3, 256), (7, 1280), (20, 640), (70, 5120), (600, 1280)]
+    ("tokens", "width"),
+    [(1, 5120), (3, 256), (7, 1280), (20, 640), (70, 5120), (600, 1280), (1100, 4160)],
 )
 def test_boundary_with_mix(tokens: int, width: int) -> None:
     """One launch at every size: streams, normed rows and their codes bit for bit, mixes closely."""
@@ -154,7 +195,28 @@ def test_boundary_with_mix(tokens: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "width"), [(1, 384, 5120), (70, 384, 5120), (300, 8, 192), (1100, 384, 512)]
+    ("tokens", "outputs", "columns"), [(1, 8, 256), (1, 32, 5120), (3, 100, 512), (16, 640, 640)]
+)
+def test_plain_product_of_few_rows(tokens: int, outputs: int, columns: int) -> None:
+    x = randn(tokens, columns).bfloat16().cuda()
+    weight = (randn(outputs, columns) * columns**-0.5).bfloat16().cuda()
+    want = x.double() @ weight.double().T
+    torch.testing.assert_close(linear_dense(x, weight, torch.float32).double(), want, rtol=1e-4, atol=1e-5)
+    assert launches(lambda: linear_dense(x, weight)) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width"),
+    [
+        (1, 384, 5120),
+        (1, 16, 256),
+        (1, 30, 512),
+        (1, 500, 1280),
+        (2, 384, 5120),
+        (70, 384, 5120),
+        (300, 8, 192),
+        (1100, 384, 512),
+    ],
 )
 def test_router(tokens: int, experts: int, width: int) -> None:
     x, gate = randn(tokens, width).bfloat16(), (randn(experts, width) * width**-0.5).bfloat16()
@@ -168,8 +230,11 @@ def test_router(tokens: int, experts: int, width: int) -> None:
     assert launches(lambda: route(*on_card, 6, 1.5)) == (1 if tokens <= 256 else 2)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 33, 64])
-def test_feed_forward(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "inner", "width"),
+    [(1, 384, 512), (1, 512, 1280), (1, 768, 256), *((tokens, 384, 512) for tokens in (5, 16, 33, 64))],
+)
+def test_feed_forward(tokens: int, inner: int, width: int) -> None:
     g = torch.Generator().manual_seed(tokens)
 
     def fp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +246,7 @@ def test_feed_forward(tokens: int) -> None:
         scale = torch.randint(118, 122, (shape[0] // 32, shape[1] // 32), dtype=torch.uint8, generator=g)
         return torch.randn(*shape, generator=g).to(torch.float8_e4m3fn), scale
 
-    experts, inner, width = 40, 384, 512
+    experts = 40
     routed = RoutedWeights(
         *fp4(experts, inner, width), *fp4(experts, inner, width), *fp4(experts, width, inner)
     )
