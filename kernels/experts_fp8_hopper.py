@@ -45,22 +45,23 @@ _ADD = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [16 to
 def tiles_of_eight(
     first_desc, second_desc, shared_desc, x_ptr, xs_ptr, slots_ptr, owners_ptr, weight_ptr, first_scale_ptr,
     second_scale_ptr, shared_scale_ptr, out_ptr, out_scale_ptr, count_ptr, total_ptr,
-    outputs, k, routed, experts, tokens, limit,
+    outputs, routed, experts, tokens, limit,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Grid (outputs / 64 or 128, tiles): an expert's products with its slots' rows of x.
 
-    Slot s below `routed` is choice s % k of token s // k, slot routed + n the shared expert's token n; a
+    Slot s below `routed` is choice s % K of token s // K, slot routed + n the shared expert's token n; a
     tile's owner is an expert, -1 for none or, with SHARED, `experts` for the shared expert, whose weights are
     FP8.
     GATED: 64 rows of each of two weights, gate and up (the shared expert's stand one over the other); x has a
     row for a token in two bands; clamp, SwiGLU, routing weight; out: E4M3 bytes [slots, outputs] in
     `quantise`'s order and their scales. Else 128 rows of one weight (given twice); x has such a row for a
     slot; out: bf16 [slots, outputs], and with SHARED the last program of a block of outputs adds: total bf16
-    [tokens, outputs] is a token's k routed rows in fp32, first to last, and its shared one (count_ptr, zeros,
+    [tokens, outputs] is a token's K routed rows in fp32, first to last, and its shared one (count_ptr, zeros,
     is left as it was found).
-    EARLY: the tiles are older than the launch before, so weights are asked for before `grid_wait`.
+    EARLY: the tiles and weight_ptr's are older than the launch before, so weights are asked for before
+    `grid_wait`.
     """
     GROUPS: gl.constexpr = 8 if COLUMNS % 256 == 0 else 4
     BANDS: gl.constexpr = 2 if GATED else 1
@@ -70,7 +71,13 @@ def tiles_of_eight(
     if not EARLY:
         grid_wait()
         grid_release()
-    owner = gl.load(owners_ptr + tile)
+    owner = gl.load(owners_ptr + tile)  # on its way together with the slots
+    slots = slots_ptr + tile * 8
+    X: gl.constexpr = copy_x(GROUPS)
+    n = gl.arange(0, 8 * BANDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
+    slot = gl.load(slots + n % 8)
+    slot_t = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(1, COPY_XS)))
+    own = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(0, SUM)))
     if owner >= 0:
         w_s = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 64, 128], SHARED_W)
         x_s = gl.allocate_shared_memory(gl.uint8, [STAGES, GROUPS, 8 * BANDS, 32], SHARED_X3)
@@ -82,17 +89,14 @@ def tiles_of_eight(
             mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
         barrier()
-        slots = slots_ptr + tile * 8
-        X: gl.constexpr = copy_x(GROUPS)
-        n = gl.arange(0, 8 * BANDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
+        if GATED:
+            weight = gl.load(weight_ptr + gl.maximum(own, 0), mask=(own >= 0) & (own < routed), other=1.0)
         group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))
         byte = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))
-        slot = gl.load(slots + n % 8)
         g = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, COPY_XS))
-        slot_t = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(1, COPY_XS)))
         if GATED:
-            x_row = gl.where(slot < routed, slot // k, slot - routed)
-            t_row = gl.where(slot_t < routed, slot_t // k, slot_t - routed)
+            x_row = gl.where(slot < routed, slot // K, slot - routed)
+            t_row = gl.where(slot_t < routed, slot_t // K, slot_t - routed)
         else:
             x_row = slot
             t_row = slot_t
@@ -102,7 +106,6 @@ def tiles_of_eight(
         mine = (slot >= 0)[None, :, None]
         mine_t = (slot_t >= 0)[:, None]
         SECOND: gl.constexpr = 0 if GATED else 64
-        own = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(0, SUM)))
         if SHARED and owner == experts:
             second = row + (outputs if GATED else 64)
             r8 = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_WORD))[:, None]
@@ -132,7 +135,6 @@ def tiles_of_eight(
         if GATED:
             gate = gl.minimum(one.to(gl.bfloat16).to(gl.float32), limit)
             up = gl.minimum(gl.maximum(two.to(gl.bfloat16).to(gl.float32), -limit), limit)
-            weight = gl.load(weight_ptr + gl.maximum(own, 0), mask=(own >= 0) & (own < routed), other=1.0)
             hidden = (gate / (1.0 + gl.exp(-gate)) * up * weight[None, :]).to(gl.bfloat16).to(gl.float32)
             parts = gl.reshape(hidden, [2, 32, 8])
             code = code_of(gl.max(gl.abs(parts), axis=1))
@@ -152,20 +154,23 @@ def tiles_of_eight(
         for i in gl.static_range(STAGES):
             mbarrier.invalidate(bars.index(i))
     elif EARLY:
-        grid_wait()
         grid_release()
+        grid_wait()
     if SHARED and not GATED:
         barrier()
         if gl.atomic_add(count_ptr + gl.program_id(0), 1, sem="acq_rel") == gl.num_programs(1) - 1:
             channel = row + gl.arange(0, 128, layout=gl.SliceLayout(0, _ADD))[None, :]
             for start in range(0, tokens, 16):
                 token = start + gl.arange(0, 16, layout=gl.SliceLayout(1, _ADD))[:, None]
+                parts = ()  # all on their way before the first is added
+                for i in gl.static_range(K + 1):
+                    line = token * K + i if i < K else routed + token
+                    at = out_ptr + line.to(gl.int64) * outputs + channel
+                    part = gl.load(at, mask=token < tokens, other=0.0, cache_modifier=".cg")
+                    parts += (part,)
                 total = gl.full([16, 128], 0.0, gl.float32, _ADD)
-                for i in range(k):
-                    at = out_ptr + (token * k + i).to(gl.int64) * outputs + channel
-                    total += gl.load(at, mask=token < tokens, other=0.0, cache_modifier=".cg").to(gl.float32)
-                at = out_ptr + (routed + token).to(gl.int64) * outputs + channel
-                total += gl.load(at, mask=token < tokens, other=0.0, cache_modifier=".cg").to(gl.float32)
+                for i in gl.static_range(K + 1):
+                    total += parts[i].to(gl.float32)
                 at = total_ptr + token.to(gl.int64) * outputs + channel
                 gl.store(at, total.to(gl.bfloat16), mask=token < tokens)
             gl.atomic_xchg(count_ptr + gl.program_id(0), 0)
@@ -191,23 +196,37 @@ def experts(
     x bf16 [N, d]; weights fp32 [N, k]; packed as in `experts_triton.grouped_experts`, all contiguous; d a
     multiple of 256, the inner width of 128.
     """
-    tokens, width = x.shape
+    return quantised_experts(*quantised(x), tiles, weights, packed, k, limit)
+
+
+def quantised_experts(
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+    tiles: tuple[torch.Tensor, torch.Tensor, int],
+    weights: torch.Tensor,
+    packed: Packed,
+    k: int,
+    limit: float,
+) -> torch.Tensor:
+    """`experts` of rows in two bands, uint8 [N, 2, d], and their scales, as `bands_hopper.quantised` has
+    them.
+    """
+    tokens, _, width = rows.shape
     (w1, s1), (w3, s3), (w2, s2) = packed
     count, inner = w1.shape[:2]
-    rows, scales = quantised(x)
-    hidden = torch.empty(tokens * k, inner, dtype=torch.uint8, device=x.device)
-    hidden_scales = torch.empty(tokens * k, inner // 32, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(tokens * k, inner, dtype=torch.uint8, device=rows.device)
+    hidden_scales = torch.empty(tokens * k, inner // 32, dtype=torch.float32, device=rows.device)
     slots, owners, programs = tiles
     d1, d3, d2 = _described(w1, width), _described(w3, width), _described(w2, inner)
     tiles_of_eight[(inner // 64, programs)](
         d1, d3, d1, rows, scales, slots, owners, weights, s1, s3, s1, hidden, hidden_scales, owners, hidden,
-        inner, k, tokens * k, count, tokens, limit, width, STAGES, True, False, True,
+        inner, tokens * k, count, tokens, limit, width, STAGES, True, False, True, k,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=rows.device)
     tiles_of_eight[(width // 128, programs)](
         d2, d2, d2, hidden, hidden_scales, slots, owners, weights, s2, s2, s2, y, scales, owners, y,
-        width, k, tokens * k, count, tokens, limit, inner, STAGES, False, False, True,
+        width, tokens * k, count, tokens, limit, inner, STAGES, False, False, True, k,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
@@ -239,14 +258,14 @@ def with_shared(
     e13, e2 = (TensorDescriptor.from_tensor(w, [64, 128], SHARED_W.value) for w in (w13, shared2))
     tiles_of_eight[(inner // 64, programs)](
         d1, d3, e13, bands, scales, slots, owners, weights, s1, s3, s13, hidden, hidden_scales, counters,
-        hidden, inner, k, routed, count, tokens, limit, width, STAGES, True, True, False,
+        hidden, inner, routed, count, tokens, limit, width, STAGES, True, True, False, k,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     y = torch.empty(routed + tokens, width, dtype=torch.bfloat16, device=bands.device)
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=bands.device)
     tiles_of_eight[(width // 128, programs)](
         d2, d2, e2, hidden, hidden_scales, slots, owners, weights, s2, s2, shared_scale2, y, scales, counters,
-        out, width, k, routed, count, tokens, limit, inner, STAGES, False, True, True,
+        out, width, routed, count, tokens, limit, inner, STAGES, False, True, True, k,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -372,6 +372,11 @@ def output(
             )  # fmt: skip
 
 
+def blocks_each(width: int) -> int:
+    """Blocks of 128 channels that a program of `quantise` has of so many channels."""
+    return next(n for n in (5, 4, 3, 2, 1) if width // 128 % n == 0)
+
+
 def experts(
     x: torch.Tensor,
     tiles: tuple[torch.Tensor, torch.Tensor, int],
@@ -380,22 +385,26 @@ def experts(
     k: int,
     limit: float,
     slots: tuple[int, int],
+    placed: bool = False,
 ) -> torch.Tensor:
     """bf16 [N·k, d]: every slot's output; tiles = (slots, owners, count) of `slots` = (N, EXTRA) slots each.
 
-    x bf16 [N, d]; weights fp32 [N, k]; packed as in `experts_triton.grouped_experts`, all contiguous.
+    x bf16 [N, d], or `placed`: as `quantise` writes it, a row a place; weights fp32 [N, k]; packed as in
+    `experts_triton.grouped_experts`, all contiguous.
     """
-    tokens, width = x.shape
+    width = x.shape[1]
     (w1, s1), (w3, s3), (w2, s2) = packed
     count, inner = w1.shape[:2]
     n, extra = slots
     rows, stages, rows2, stages2 = (2, 3, 4, 3) if n == 64 else (2, 4, 2, 6)
     places = tiles[2] * (n + extra)
-    seen = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
-    each = next(n for n in (5, 4, 3, 2, 1) if width // 128 % n == 0)
-    quantise[(triton.cdiv(places, 8), width // 128 // each)](
-        x, tiles[0], seen, places, k, width, x.stride(0), each, num_warps=4, launch_pdl=True
-    )
+    seen = x
+    if not placed:
+        seen = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
+        each = blocks_each(width)
+        quantise[(triton.cdiv(places, 8), width // 128 // each)](
+            x, tiles[0], seen, places, k, width, x.stride(0), each, num_warps=4, launch_pdl=True
+        )
     filled = torch.empty(places, inner, dtype=torch.bfloat16, device=x.device)
     d1, d3 = (
         TensorDescriptor.from_tensor(
@@ -407,7 +416,7 @@ def experts(
         d1, d3, *_rows(seen, n, extra), *tiles[:2], weights, s1, s3, filled, inner, limit, width, n, extra,
         rows, stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(weights.numel(), width, dtype=torch.bfloat16, device=x.device)
     d2 = TensorDescriptor.from_tensor(
         w2.view(torch.int32).view(count * width, inner // 8), [64 * rows2, 16], SHARED_W.value
     )

@@ -250,7 +250,7 @@ def grouped_experts(
     elif fast:
         from cedar.kernels import experts_hopper
 
-        width_of = (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
+        width_of = slots_of(share)
         tiles = _tiles_of(ids, experts, sum(width_of))
         y = experts_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit, width_of)
     else:
@@ -266,11 +266,28 @@ def grouped_experts(
         packed_rows[(triton.cdiv(width, 32), count)](
             hidden, slots, owners, w2, s2, y, inner, width, s2.shape[2], 1, True, 16, 32, 64
         )
+    return summed(y, k, shared, fast)
+
+
+def slots_of(share: float) -> tuple[int, int]:
+    """Slots of a tile on Hopper, and those beside them, for so many an expert on average; (8, 0) is
+    `experts_fp8_hopper`'s.
+    """
+    if share <= EIGHT:
+        return 8, 0
+    return (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
+
+
+def summed(y: torch.Tensor, k: int, shared: torch.Tensor | None, overlaps: bool) -> torch.Tensor:
+    """fp32 [N, d]: the sums of k rows each of y bf16 [N·k, d]; with shared bf16 [N, d], that added and
+    rounded to bf16. `overlaps`: launched beside the kernel before it.
+    """
+    tokens, width = y.shape[0] // k, y.shape[1]
     kind = torch.float32 if shared is None else torch.bfloat16
-    total = torch.empty(tokens, width, dtype=kind, device=x.device)
+    total = torch.empty(tokens, width, dtype=kind, device=y.device)
     block = min(256 if tokens <= UNSORTED else 1024, triton.next_power_of_2(width))
     _sum[(tokens, triton.cdiv(width, block))](
-        y, y if shared is None else shared, total, width, k, shared is not None, block, fast,
-        num_warps=max(1, block // 256), **({"launch_pdl": True} if fast else {}),
+        y, y if shared is None else shared, total, width, k, shared is not None, block, overlaps,
+        num_warps=max(1, block // 256), **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
     return total

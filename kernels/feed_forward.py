@@ -8,7 +8,7 @@ import torch
 from cedar.kernels.contract import Contract
 from cedar.kernels.experts import grouped_experts, swiglu, swiglu_prepared
 from cedar.kernels.linear import FLOATS, linear_fp8, order_for
-from cedar.kernels.prepared import Prepared
+from cedar.kernels.prepared import CODES, Prepared
 from cedar.kernels.router import route
 
 
@@ -60,8 +60,8 @@ def feed_forward(
     fp32.
 
     gate, bias, k and scale as in `route`; limit as in `swiglu`. Three launches on Hopper for few tokens
-    (`feed_forward_triton.fits`); beyond, `prepared` in an order of `orders_for` spares one. Errors as
-    those functions'.
+    (`feed_forward_triton.fits`), seven for many, where `prepared` in an order of `orders_for` spares work.
+    Errors as those functions'.
     """
     if x.is_cuda and gate.dtype == torch.bfloat16:
         from cedar.kernels import feed_forward_triton
@@ -69,13 +69,18 @@ def feed_forward(
         if feed_forward_triton.fits(x.shape[0], x.shape[1], k, routed, shared):
             _check(x, gate, bias, k, routed, shared)
             return feed_forward_triton.feed_forward(x, gate, bias, k, scale, routed, shared, limit)
+        if feed_forward_triton.fits_many(x.shape[0], routed, shared):
+            _check(x, gate, bias, k, routed, shared)
+            return feed_forward_triton.feed_forward_many(
+                x, gate, bias, k, scale, routed, shared, limit, prepared
+            )
     wide = expanded if expanded is not None else Expanded()
     ids, weights = route(x, gate, bias, k, scale)
     halves = linear_fp8(x, shared.w13, shared.w13_scale, expanded=wide.w13, prepared=prepared)
     first, second = halves.chunk(2, dim=1)
     order = order_for(x.shape[0], shared.w2)
     hidden: torch.Tensor | Prepared
-    if order is None:
+    if order != CODES:
         hidden = swiglu(first, second, limit)
     else:
         hidden = swiglu_prepared(first, second, limit, order)

@@ -27,7 +27,7 @@ def grouped_output(
 
     C = heads·head_dim / G. weight is wo_a expanded to bf16 (`expand_fp8_blocks`); those values in float64
     spare the CPU a conversion. The result is quantised in one of `orders`, in the same launch, where that is
-    faster than a launch of its own (17 to 64 tokens on Hopper).
+    faster than a launch of its own (on Hopper, as codes for 1 to 8 and 17 to 64 tokens, GROUPED for many).
     """
     c = Contract("grouped_output")
     c.expect("o", o, "N G C", torch.bfloat16)
@@ -40,5 +40,10 @@ def grouped_output(
                 return grouped_output_hopper.grouped_output(o, weight)
         from cedar.kernels import linear_triton
 
+        if linear_triton.GROUPED in orders:
+            from cedar.kernels import grouped_bulk_hopper
+
+            if grouped_bulk_hopper.fits(o, weight):
+                return grouped_bulk_hopper.grouped_output(o, weight)
         return linear_triton.grouped_output(o, weight)
     return grouped_output_ref.grouped_output(o, weight)

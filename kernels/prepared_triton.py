@@ -22,7 +22,10 @@ def place_of(channel, ORDER: tl.constexpr):
     elif ORDER % 4 == 2:  # nibbles 3, 7, 2, 6, 1, 5, 0, 4 of every eight
         c = channel % 8
         place = channel - c + tl.where(c < 4, 2 * (3 - c), 2 * (7 - c) + 1)
-    if ORDER >= 4:  # a thread's 32 channels, two here and two there of every sixteen
+    if ORDER == 16:  # a thread's eight of 32 channels, two here and two there of every sixteen
+        m = place % 32
+        place = place - m + (m % 8 // 4) * 16 + (m // 2 % 2) * 8 + (m // 8) * 2 + m % 2
+    elif ORDER >= 4:  # a thread's 32 channels, two here and two there of every sixteen
         m = place % 128
         place = place - m + (m % 32 // 4) * 16 + (m // 2 % 2) * 8 + (m // 32) * 2 + m % 2
     return place

@@ -25,18 +25,24 @@ def rows_layout(E, R):
     )
 
 
-@gluon.jit(do_not_specialize=["tokens", "bias_stride", "k"])
-def choose_rows(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, tokens, experts, bias_stride, k, scale, E: gl.constexpr,
-    R: gl.constexpr,
+@gluon.jit
+def chosen_rows(
+    logits_ptr, bias_ptr, token, tokens, experts, bias_stride, k, scale, E: gl.constexpr, R: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """As `router_triton._choose`. Grid (ceil(tokens / R)), R warps."""
+    """The k best of each token int64 [R] of logits fp32 [tokens, experts], or of PARTS of them added up, as
+    `router_triton._select` has them: (which are chosen [R, E], their numbers, their weights, where they go in
+    rows of k).
+    """
     L: gl.constexpr = rows_layout(E, R)
-    token = gl.program_id(0).to(gl.int64) * R + gl.arange(0, R, layout=gl.SliceLayout(1, L))
     expert = gl.arange(0, E, layout=gl.SliceLayout(0, L))
     inside = (token < tokens)[:, None] & (expert < experts)[None, :]
     bias = gl.load(bias_ptr + token[:, None] * bias_stride + expert[None, :], mask=inside, other=0.0)
-    x = gl.load(logits_ptr + token[:, None] * experts + expert[None, :], mask=inside, other=0.0)
+    at = token[:, None] * experts + expert[None, :]
+    x = gl.load(logits_ptr + at, mask=inside, other=0.0)
+    for _ in gl.static_range(1, PARTS):
+        logits_ptr += tokens.to(gl.int64) * experts
+        x += gl.load(logits_ptr + at, mask=inside, other=0.0)
     softplus = gl.where(x > 20.0, x, gl.log(1.0 + gl.exp(gl.minimum(x, 20.0))))
     softplus = gl.where(x < -10.0, gl.exp(x), softplus)  # log(1 + e^x) loses e^x there
     s = gl.sqrt(softplus)
@@ -52,7 +58,19 @@ def choose_rows(
         place += (number > first).to(gl.int32)  # how many of the chosen have lower numbers
         order = gl.where(number == first, -0x80000000, order)
     total = gl.sum(gl.where(taken > 0, s, 0.0), axis=1) + 1e-20
-    at = token[:, None] * k + place
-    chosen = (taken > 0) & inside
+    return (taken > 0) & inside, number, s / total[:, None] * scale, (token * k).to(gl.int32)[:, None] + place
+
+
+@gluon.jit(do_not_specialize=["tokens", "bias_stride", "k"])
+def choose_rows(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, tokens, experts, bias_stride, k, scale, E: gl.constexpr,
+    R: gl.constexpr,
+):  # fmt: skip
+    """As `router_triton._choose`. Grid (ceil(tokens / R)), R warps."""
+    L: gl.constexpr = rows_layout(E, R)
+    token = gl.program_id(0).to(gl.int64) * R + gl.arange(0, R, layout=gl.SliceLayout(1, L))
+    chosen, number, weight, at = chosen_rows(
+        logits_ptr, bias_ptr, token, tokens, experts, bias_stride, k, scale, E, R, 1
+    )
     gl.store(ids_ptr + at, number, mask=chosen)
-    gl.store(weights_ptr + at, s / total[:, None] * scale, mask=chosen)
+    gl.store(weights_ptr + at, weight, mask=chosen)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from cedar.model.block import Layer
 from cedar.model.config import ModelConfig, parse_config
 from cedar.model.dense import ExpansionBudget
 from cedar.model.engram import EngramHasher
@@ -94,11 +95,30 @@ def synthetic_network(widths: Mapping[str, Any], device: str) -> Network:
     )  # fmt: skip
 
 
-def _tensors(config: ModelConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random tensors as `load_tensors` gives them: experts stacked, Engram tables on the host."""
+def synthetic_layer(widths: Mapping[str, Any], number: int, device: str) -> tuple[Layer, Network]:
+    """Layer `number` alone (no source of keys, as sources count), and the network on `device` that it would
+    be of, which has no weights: it allocates memory. For widths of which forty layers do not fit.
+    """
+    config = synthetic_config(widths)
+    where, layout, plan = torch.device(device), page_layout(config, 256), layer_plan(config)
+    tensors = _tensors(config, where, f"layers.{number}.")
+    layer = LayerBuilder(config, layout, tensors, where, ExpansionBudget(where, 0)).layer(plan[number])
+    network = Network(
+        config=config, layout=layout, plan=plan, device=where, stage="decode", fingerprint=bytes(32),
+        text=None, vision=None,
+    )  # fmt: skip
+    return layer, network
+
+
+def _tensors(config: ModelConfig, device: torch.device, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Random tensors as `load_tensors` gives them, those whose names begin so: experts stacked, Engram tables
+    on the host.
+    """
     torch.manual_seed(11)
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in stage_tensors(config, "decode").items():
+        if not name.startswith(prefix):
+            continue
         if ".experts." in name:
             stem, _, part = name.rpartition(".experts.")
             number, _, kind = part.partition(".")

@@ -22,16 +22,24 @@ from cedar.kernels import (
     experts_fp8_hopper,
     experts_hopper,
     experts_one_hopper,
+    experts_token_hopper,
+    grouped_bulk_hopper,
+    grouped_output_hopper,
     index_scores_fp8_triton,
     index_scores_hopper,
     latents_triton,
+    linear_bulk_hopper,
     linear_few_hopper,
-    linear_hold_hopper,
     linear_many_hopper,
+    linear_trades_hopper,
+    linear_wide_hopper,
     mhc_few_hopper,
     mhc_hopper,
+    mhc_many_hopper,
     mhc_triton,
+    router_one_hopper,
     router_rows_hopper,
+    router_tiles_hopper,
     router_triton,
     sampling_triton,
     select_many_triton,
@@ -46,26 +54,20 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 PAGE = {"ROWS": 256, "PAGE": 227_840}
+WIDE = {"M": 128, "R": 128, "STAGES": 4, "WARPS": 8, "P": 32}
+BULK = {"N": 256, "TOGETHER": 8, "CONSUMERS": 232, "LOADER": 40}
+OUT = dict.fromkeys(("seen_ptr", "out_ptr"), "*bf16")
 INDEX = {**PAGE, "PAYLOAD": 210_432, "SCALES": 226_816}
-BYTES = ("pages", "window", "q", "q_scale", "weight", "scale", "w1", "s1", "w3", "s3", "w2", "s2", "ring")
-FLOATS = (
-    "cos",
-    "sin",
-    "sink",
-    "lse",
-    "out32",
-    "part",
-    "guess",
-    "scores",
-    "kv",
-    "gate",
-    "post",
-    "comb",
-    "pre",
-    "fn",
-    "base",
-)
+BYTES = ("pages", "window", "q", "q_scale", "weight", "scale", "w1", "s1", "w3", "s3", "w2", "s2", "ring",
+         "word", "out_scale")  # fmt: skip
+FLOATS = ("cos", "sin", "sink", "lse", "out32", "part", "guess", "scores", "kv",
+          "gate", "post", "comb", "pre", "fn", "base")  # fmt: skip
 HALVES = ("x", "norm", "key", "key_norm", "y", "row")
+ROUTED = {"gate_ptr": "*bf16", "bands_ptr": "*u8"}
+MIXED = dict.fromkeys(
+    ("scale_ptr", "old_scale_ptr", "old_base_ptr", "sums_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"),
+    "*fp32",
+)
 SCALARS = {"scale": "fp32", "eps": "fp32", "mix_eps": "fp32", "hc_eps": "fp32", "limit": "fp32"}
 
 
@@ -127,6 +129,31 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         8,
     ),
     (
+        experts_token_hopper.one_token,
+        {"COLUMNS": 2304, "XS": 128, "STAGES": 4, "GATED": False, "K": 6},
+        {
+            **dict.fromkeys(("first_desc", "second_desc", "shared_desc"), block("u8", 32, 128)),
+            "x_desc": block("u8", 16, 128),
+            "x8_desc": block("u8", 8, 128),
+            **dict.fromkeys(("first_scale_ptr", "second_scale_ptr", "shared_scale_ptr"), "*u8"),
+            **dict.fromkeys(("weight_ptr", "xs_ptr", "out_scale_ptr"), "*fp32"),
+            "out_ptr": "*bf16",
+            "total_ptr": "*bf16",
+        },
+        4,
+    ),
+    (
+        grouped_output_hopper.grouped_few,
+        {"COLUMNS": 4096, "N": 8, "SPLITS": 8, "STAGES": 4, "UNIT": 2},
+        {
+            "o_desc": block("bf16", 8, 64),
+            "w_desc": block("bf16", 64, 64),
+            "out_ptr": "*fp8e4nv",
+            "code_ptr": "*u8",
+        },
+        4,
+    ),
+    (
         weights_hopper.linear_rows,
         {"columns": 4096, "T": 8, "SPLITS": 4},
         {"weight_ptr": "*bf16", "out_ptr": "*bf16"},
@@ -142,14 +169,13 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "STAGES": 5,
             "WARPS": 4,
             "KQ": 1,
-            "U": 2,
+            "OVERLAP": True,
             "EARLY": True,
             "CODES": True,
         },
         {
             "w_desc": block("fp8e4nv", 1, 1, 64, 128),
             "x_desc": block("fp8e4nv", 16, 128),
-            "word_ptr": "*u8",
             "out_ptr": "*bf16",
         },
         4,
@@ -163,29 +189,63 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "M": 64,
             "R": 64,
             "STAGES": 3,
-            "XSTAGES": 3,
             "WARPS": 4,
-            "CLUSTER": True,
             "EARLY": True,
         },
         {
             "w_desc": block("fp8e4nv", 64, 128),
             "x_desc": block("fp8e4nv", 64, 128),
-            "word_ptr": "*u8",
             "out_ptr": "*bf16",
         },
         4,
     ),
     (
-        linear_hold_hopper.hold,
-        {"BLOCKS": 10, "M": 128, "R": 128, "STAGES": 3, "EACH": 2},
+        linear_trades_hopper.trades,
+        {
+            "BLOCKS": 40,
+            "NB": 14,
+            "SPLITS": 3,
+            "R": 128,
+            "STAGES": 4,
+            "HOLD": False,
+            "EACH": 1,
+            "REGISTERS": linear_trades_hopper.REGISTERS,
+        },
         {
             "w_desc": block("fp8e4nv", 128, 128),
             "x_desc": block("fp8e4nv", 128, 128),
-            "word_ptr": "*u8",
             "out_ptr": "*bf16",
         },
-        8,
+        4,
+    ),
+    *(
+        (
+            linear_wide_hopper.wide,
+            {**WIDE, "COLUMNS": 2304, "QUANTISE": not gated, "GATED": gated},
+            {
+                "w_desc": block("fp8e4nv", 64 if gated else 128, 128),
+                "x_desc": block("fp8e4nv", 128, 128),
+                "code_ptr": "*fp8e4nv",
+                "out_ptr": "*fp8e4nv" if gated else "*bf16",
+            },
+            8,
+        )
+        for gated in (False, True)
+    ),
+    *(
+        (
+            linear_bulk_hopper.bulk,
+            {**BULK, "COLUMNS": 2304, "STAGES": 3, "AHEAD": 5, "P": 32, "QUANTISE": True, "GATED": gated},
+            {"w_desc": block("u8", 64 if gated else 128, 128), "x_desc": block("bf16", 256, 64), **OUT},
+            4,
+        )
+        for gated in (False, True)
+    ),
+    (
+        grouped_bulk_hopper.grouped_bulk,
+        {**BULK, "COLUMNS": 4096, "STAGES": 4},
+        {"w_desc": block("bf16", 128, 64), "o_desc": block("bf16", 256, 64), **OUT},
+        4,
     ),
     (
         experts_hopper.hidden,
@@ -237,7 +297,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         experts_fp8_hopper.tiles_of_eight,
-        {"COLUMNS": 5120, "STAGES": 3, "GATED": True, "SHARED": True, "EARLY": False},
+        {"COLUMNS": 5120, "STAGES": 3, "GATED": True, "SHARED": True, "EARLY": False, "K": 6},
         {
             **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 128, swizzle=128)),
             "shared_desc": block("u8", 64, 128),
@@ -250,7 +310,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         experts_fp8_hopper.tiles_of_eight,
-        {"COLUMNS": 384, "STAGES": 3, "GATED": False, "SHARED": True, "EARLY": True},
+        {"COLUMNS": 384, "STAGES": 3, "GATED": False, "SHARED": True, "EARLY": True, "K": 6},
         {
             **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 64, swizzle=64)),
             "shared_desc": block("u8", 64, 128),
@@ -278,9 +338,21 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         mhc_hopper.sublayer_tiles,
-        {"T": 128, "SPLITS": 4, "SP2": 4, "TS": 32, "STAGES": 2, "NW": 8, "CODES": True},
+        {"T": 64, "SPLITS": 16, "SP2": 16, "TS": 4, "STAGES": 2, "NW": 8, "CODES": True},
         {
-            **dict.fromkeys(("x_desc", "y_desc", "out_desc", "row_desc"), block("bf16", 128, 64)),
+            **dict.fromkeys(("x_desc", "y_desc", "out_desc", "row_desc"), block("bf16", 64, 64)),
+            **dict.fromkeys(("scale_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"), "*fp32"),
+            "rows_ptr": "*fp64",
+            "codes_ptr": "*fp8e4nv",
+            "code_scale_ptr": "*u8",
+        },
+        8,
+    ),
+    (
+        mhc_many_hopper.sublayer_rounds,
+        {"SPLITS": 8, "SP2": 8, "TS": 8, "SLOTS": 12, "CODES": True},
+        {
+            **dict.fromkeys(("x_desc", "y_desc", "out_desc", "row_desc"), block("bf16", 64, 64)),
             **dict.fromkeys(("scale_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"), "*fp32"),
             "rows_ptr": "*fp64",
             "codes_ptr": "*fp8e4nv",
@@ -290,14 +362,21 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         mhc_few_hopper.sublayer_few,
-        {"T": 1, "SPLITS": 40, "SP2": 64, "NW": 4, "CODES": True},
-        {
-            **dict.fromkeys(("scale_ptr", "new_pre_ptr", "new_post_ptr", "new_comb_ptr"), "*fp32"),
-            "rows_ptr": "*fp64",
-            "codes_ptr": "*fp8e4nv",
-            "code_scale_ptr": "*u8",
-            "out_ptr": "*bf16",
-        },
+        {"T": 1, "SPLITS": 40, "SP2": 64, "NW": 4, "CODES": True, "PENDING": True, "LEAVES": True},
+        {**MIXED, "rows_ptr": "*fp64", "codes_ptr": "*fp8e4nv", "code_scale_ptr": "*u8", "out_ptr": "*bf16"},
+        4,
+    ),
+    (
+        mhc_few_hopper.sublayer_few,
+        {"T": 4, "SPLITS": 40, "SP2": 64, "NW": 4, "CODES": False, "PENDING": False, "LEAVES": False},
+        {**MIXED, "rows_ptr": "*fp64", "codes_ptr": "*fp8e4nv", "code_scale_ptr": "*u8", "out_ptr": "*bf16"},
+        4,
+    ),
+    (mhc_few_hopper.settle_few, {"T": 1, "SPLITS": 40, "SP2": 64, "NW": 4}, MIXED, 4),
+    (
+        router_one_hopper.route_one,
+        {"R": 4, "V": 8, "CHUNKS": 5, "PROGRAMS": 96, "E": 512, "TILE": 8, "COLUMNS": False},
+        {**dict.fromkeys(("bias_ptr", "weights_ptr", "powers_ptr"), "*fp32"), **ROUTED},
         4,
     ),
     (
@@ -305,6 +384,21 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         {"E": 512, "R": 4},
         {**dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32"), "scale": "fp32"},
         4,
+    ),
+    (
+        router_tiles_hopper.logit_parts,
+        {"COLUMNS": 5120, "SPLITS": 5, "M": 64, "R": 128, "STAGES": 4},
+        {"x_desc": block("bf16", 64, 64), "gate_desc": block("bf16", 128, 64)},
+        4,
+    ),
+    *(
+        (
+            router_tiles_hopper.sorted_rows,
+            {"E": 512, "R": 4, "PARTS": 5, "CHOICES": 128, "T": together, "P": size, "BANDS": together == 8},
+            {**dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr", "scales_ptr"), "*fp32"), **seen},
+            4,
+        )
+        for together, size, seen in ((8, 32, {"seen_ptr": "*u8"}), (80, 5, OUT))
     ),
     *(
         (

@@ -37,7 +37,7 @@ def test_the_reference_is_the_composition() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
-@pytest.mark.parametrize("orders", [(), (0,), (1, 6), (CODES, 0)])
+@pytest.mark.parametrize("orders", [(), (0,), (1, 6), (CODES, 0), (16, CODES)])
 def test_the_kernel_is_the_reference_bit_for_bit(orders: tuple[int, ...]) -> None:
     pytest.importorskip("triton")
     from cedar.kernels import latents_ref, latents_triton, linear_triton, prepared_ref

@@ -124,6 +124,16 @@ def test_linear_fp8_and_its_activations() -> None:
     assert torch.equal(linear_triton.permuted(x, linear_triton.FOR_FP4), want)
 
 
+def test_grouped_order_keeps_groups_together() -> None:
+    """A thread's eight channels of a group, four a step: pairs 0 and 1 of step 0, then those of step 1."""
+    from cedar.kernels import linear_triton
+
+    x = normal(3, 96).bfloat16()
+    seen = linear_triton.permuted(x).view(3, 3, 4, 2, 2, 2)  # group, thread, step, pair, half
+    want = seen.permute(0, 1, 3, 4, 2, 5).reshape(3, 96)
+    assert torch.equal(linear_triton.permuted(x, linear_triton.GROUPED), want)
+
+
 def test_wide_order_only_moves_channels() -> None:
     from cedar.kernels import linear_triton
 
