@@ -9,8 +9,8 @@ the rank within the cluster. Beside what Gluon allocates it has one area of its 
     wait(); send(base, base + SIZE, ...)                           # all run
     received(base + SIZE); pull(base + ...)                        # all that is for this program is there
 
-A barrier of the cluster after the writes would wait for the program's writes to memory, too (a fence of the
-whole card).
+Or `push` instead, without `expect`, and `arrive(); wait()` after it: that barrier waits for the program's
+writes to memory, too (a fence of the whole card).
 """
 
 from __future__ import annotations
@@ -53,6 +53,26 @@ def wait():
     gl.inline_asm_elementwise(
         "barrier.cluster.wait.acquire.aligned; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def push(base, values, offset, rank, mine):
+    """Writes fp32 `values` to byte `offset` of the area of program `rank` of the cluster, where `mine`: all
+    of one shape and layout.
+    """
+    gl.inline_asm_elementwise(
+        """{
+.reg .b32 a;
+.reg .pred p;
+setp.ne.b32 p, $5, 0;
+add.u32 a, $1, $3;
+mapa.shared::cluster.u32 a, a, $4;
+@p st.shared::cluster.b32 [a], $2;
+mov.b32 $0, a;
+}""",
+        "=r,r,r,r,r,r", [base + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -530,6 +530,12 @@ def held_once(ttgir: str) -> bool:
     return True
 
 
+def descriptors_named(ptx: str) -> bool:
+    """Whether every parameter that is prefetched as a bulk copy's descriptor is one."""
+    named = re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx)
+    return all(re.search(rf"\.param \.align 64 \.b8 {name}\[128\]", ptx) for name in named)
+
+
 def main() -> None:
     """Compiles every case."""
     for kernel, constants, given, warps in CASES:
@@ -552,6 +558,7 @@ def main() -> None:
             "cubin": len(done.asm["cubin"]),
             "shared": done.metadata.shared,
             "held_once": held_once(done.asm["ttgir"]),
+            "descriptors": descriptors_named(ptx),
         }
         print(json.dumps(line), flush=True)
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
 
 WGMMA = {
-    "attend_hopper", "decode_scores", "score_one", "score_many", "few", "many", "hold", "hidden", "output",
+    "attend_hopper", "decode_scores", "score_one", "score_many", "few", "many", "trades", "hidden", "output",
     "one_slot", "one_token", "tiles_of_eight", "grouped_few", "entries", "sublayer_tiles", "sublayer_rounds",
     "bulk", "wide", "grouped_bulk", "logit_parts",
 }  # fmt: skip
@@ -38,4 +38,5 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         assert line["cubin"] > 0
         assert line["shared"] <= SHARED_LIMIT, line
         assert line["held_once"], line
+        assert line["descriptors"], line
         assert line["wgmma"] or line["name"] not in WGMMA, line
