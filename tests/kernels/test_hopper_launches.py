@@ -1,0 +1,54 @@
+"""What a layer of Flash's widths launches on a Hopper card, counted without one (`walk_hopper`).
+
+That the launches give what they should is shown by tests/gpu; here every path of the host is walked, and
+every launch binds the arguments that its kernel has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu counts what is launched")
+
+
+@cache
+def launched() -> dict[tuple[str, int], list[str]]:
+    """The kernels of each case, in order."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.walk_hopper"],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["case"], line["size"]): line["launched"] for line in lines}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 12, 16, 40, 64])
+def test_a_reuse_layer_in_decode(batch: int) -> None:
+    assert len(launched()["decode", batch]) == 11
+
+
+@pytest.mark.parametrize("tokens", [200, 300, 512, 1000, 4096])
+def test_a_reuse_layer_in_prefill(tokens: int) -> None:
+    assert len(launched()["prefill", tokens]) == 15
+
+
+@pytest.mark.parametrize("case", [("decode", 100), ("decode", 128), ("prefill", 128)])
+def test_between_few_and_many(case: tuple[str, int]) -> None:
+    """From 65 to 128 rows kernels for many tokens are faster than fewer launches (docs/performance.md)."""
+    assert len(launched()[case]) == 17
+
+
+def test_a_step_of_few_sequences_calls_no_library() -> None:
+    for batch in (1, 3, 8, 40, 64):
+        assert not {"mm", "bmm"} & set(launched()["decode", batch])

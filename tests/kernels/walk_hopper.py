@@ -1,0 +1,185 @@
+"""Walks what the host does for a Hopper card, without one: ``python -m tests.kernels.walk_hopper``.
+
+A layer of Flash's widths is advanced with tensors that say they are on a card. Every launch binds its
+arguments as it would there (and, with ``--compile``, is compiled for sm_90); none runs, so results are
+whatever memory held. A line of JSON for each case: the kernels launched, in order. In a process of its own,
+for it changes torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from cedar.kernels import paging_ref
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+REUSE = 22  # a Reuse layer with another below it and one above
+LAUNCHED: list[str] = []
+
+
+class NoCard:
+    """What Triton asks its driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+class Bound:
+    """A kernel that was not compiled: `cluster_hopper.launch` looks at its metadata and starts it."""
+
+    packed_metadata = (4, 1, 0)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: None
+
+
+def pretend(compiles: bool) -> None:
+    """From here on tensors are on a card, and launches bind."""
+    driver.set_active(NoCard())
+    run, compile_one = JITFunction.run, JITFunction._do_compile
+
+    def launch(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        sizes = grid if isinstance(grid, tuple) else grid({})
+        assert min(sizes) > 0, (self.__name__, sizes)
+        assert all(size < 65_536 for size in sizes[1:]), (self.__name__, sizes)
+        LAUNCHED.append(self.__name__)
+        return run(self, *arguments, grid=grid, warmup=True, **options)
+
+    def bind(self: Any, *arguments: Any) -> Any:
+        kernel = compile_one(self, *arguments) if compiles else None
+        assert kernel is not None or not compiles, self.__name__
+        return Bound()
+
+    JITFunction.run = launch
+    JITFunction._do_compile = bind
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment,misc]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    for name in ("zeros", "empty", "full", "arange"):
+        setattr(torch, name, _here(getattr(torch, name)))
+    torch.mm, torch.bmm = _library("mm", torch.mm), _library("bmm", torch.bmm)  # type: ignore[assignment]
+    paging_ref.check_range = lambda *arguments: None  # what no kernel wrote is anything
+
+
+def _here(make: Any) -> Any:
+    def made(*arguments: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = "cpu"
+        return make(*arguments, **options)
+
+    return made
+
+
+def _library(name: str, product: Any) -> Any:
+    """A product of the library's, which is a launch too."""
+
+    def made(a: torch.Tensor, b: torch.Tensor, *, out_dtype: Any = None, out: Any = None) -> torch.Tensor:
+        LAUNCHED.append(name)
+        shape = (*a.shape[:-1], b.shape[-1])
+        return out if out is not None else torch.empty(shape, dtype=out_dtype or a.dtype)
+
+    return made
+
+
+def layer() -> tuple[Any, Any]:
+    """A layer of Flash's widths, of memory that nobody wrote, and a network for its states."""
+    from cedar.model.dense import ExpansionBudget
+    from cedar.model.network import Network
+    from cedar.model.schedule import layer_plan, page_layout
+    from cedar.model.tensors import TensorSpec, stage_tensors
+    from cedar.model.weights import LayerBuilder
+    from cedar.ops.bench.synthetic_network import FLASH, synthetic_config
+
+    kinds = {"F8_E8M0": torch.uint8, "I8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+    config, where = synthetic_config(FLASH), torch.device("cpu")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in stage_tensors(config, "decode").items():
+        if not name.startswith(f"layers.{REUSE}."):
+            continue
+        if ".experts." in name:
+            stem, _, part = name.rpartition(".experts.")
+            number, _, kind = part.partition(".")
+            if number == "0":
+                spec = TensorSpec(f"{stem}.experts.{kind}", spec.dtype, (config.routed_experts, *spec.shape))
+                tensors[spec.name] = torch.empty(spec.shape, dtype=kinds.get(spec.dtype, torch.bfloat16))
+            continue
+        tensors[name] = torch.empty(spec.shape, dtype=kinds.get(spec.dtype, torch.bfloat16))
+    layout = page_layout(config, 256)
+    builder = LayerBuilder(config, layout, tensors, where, ExpansionBudget(where, 0))
+    net = Network(
+        config=config, layout=layout, plan=layer_plan(config), device=where, stage="decode",
+        fingerprint=bytes(32), text=None, vision=None,
+    )  # fmt: skip
+    return builder.layer(layer_plan(config)[REUSE]), net
+
+
+def prefill(of: Any, net: Any, tokens: int) -> None:
+    """The second of two such layers in a chunk."""
+    from cedar.model.residual import Residual
+    from cedar.model.sources import Selection
+    from cedar.model.step import Step
+
+    memory, seq = net.own_sequence([0] * (512 + tokens))
+    step = Step(memory, net.config, [(seq, 512, 512 + tokens)])
+    streams = torch.empty(tokens, 4, net.config.hidden_size, dtype=torch.bfloat16)
+    residual = Residual(streams, torch.empty(tokens, 4))
+    selection = Selection(entries=torch.zeros(tokens, 512, dtype=torch.int32))
+    _twice(of, residual, step, selection)
+
+
+def decode(of: Any, net: Any, batch: int) -> None:
+    """The same in a step of `batch` sequences."""
+    from cedar.model.decode_step import DecodeStep
+    from cedar.model.residual import Residual
+    from cedar.model.sources import Selection
+    from cedar.model.state import SequenceState
+
+    memory = net.allocate(pages=3 * batch, slots=batch)
+    seqs = [
+        SequenceState(slot=row, pages=list(range(3 * row, 3 * row + 3)), ids=[0] * 700)
+        for row in range(batch)
+    ]
+    for seq in seqs:
+        seq.length = 600
+    step = DecodeStep.of(memory, net.config, seqs)
+    residual = Residual(
+        torch.empty(batch, 4, net.config.hidden_size, dtype=torch.bfloat16), torch.empty(batch, 4)
+    )
+    selection = Selection(entries=torch.zeros(batch, 512, dtype=torch.int32))
+    _twice(of, residual, step, selection)
+
+
+def _twice(of: Any, residual: Any, step: Any, selection: Any) -> None:
+    of.advance(residual, step, selection, None)
+    LAUNCHED.clear()
+    of.advance(residual, step, selection, None)
+
+
+def main() -> None:
+    """Every case."""
+    of, net = layer()
+    pretend("--compile" in sys.argv)
+    cases = [(decode, n) for n in (1, 3, 8, 12, 16, 40, 64, 100, 128)]
+    cases += [(prefill, n) for n in (128, 200, 300, 512, 1000, 4096)]
+    for walk, size in cases:
+        walk(of, net, size)
+        print(json.dumps({"case": walk.__name__, "size": size, "launched": LAUNCHED}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
