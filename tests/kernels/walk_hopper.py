@@ -19,6 +19,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from cedar.kernels import paging_ref
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -65,6 +66,7 @@ def pretend(compiles: bool) -> None:
         assert kernel is not None or not compiles, self.__name__
         return Bound()
 
+    CompiledKernel.__getitem__ = Bound.__getitem__
     JITFunction.run = launch
     JITFunction._do_compile = bind
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment,misc]
