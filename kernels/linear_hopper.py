@@ -123,6 +123,9 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     stages = _stages(_room(tiles * splits), 2048 * warps, each * (132 * n + 4 * warps), area, each)
     if splits > 1 and stages < each:
         stages = min(stages, max(4, each // 2))  # with more, the last programs of a cluster find no room
+        fixed = each * (132 * n + 4 * warps)
+        while stages < each and not granted(area, fixed + 2048 * warps * stages):
+            stages += 1
     overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
     early = splits == 1 or tiles * splits > MULTIPROCESSORS or tiles * splits <= SMALL
     return Few(n, each, stages, warps, 1, splits, overlap, early)
@@ -140,6 +143,9 @@ def _many(tokens: int, outputs: int, columns: int) -> Many | Trades:
         return _trades(tall, outputs, blocks)
     each = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, each)
+    if splits > 1 and cluster_hopper.area_bytes(area_of(m, r, splits)) > cluster_hopper.AREA_BYTES:
+        each = triton.cdiv(blocks, 4)  # rows that splits do not divide take more
+        splits = triton.cdiv(blocks, each)
     programs = outputs // r * tall * splits
     area = cluster_hopper.area_bytes(area_of(m, r, splits)) if splits > 1 else 0
     fixed = power_of_two(each) * (r // 8 + 4 * m)

@@ -466,10 +466,14 @@ def pass_on(
 
 
 @cache
-def _as_they_are(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """post and comb that change no stream."""
-    post = torch.zeros(tokens, 4, device=device)
-    return post, torch.eye(4, device=device).repeat(tokens, 1, 1)
+def _as_they_are(
+    tokens: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, post and comb that change no stream. y is zeros, not anything times zero: an infinity of one row
+    must not become another's NaN.
+    """
+    y = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
+    return y, torch.zeros(tokens, 4, device=device), torch.eye(4, device=device).repeat(tokens, 1, 1)
 
 
 def enter(
@@ -480,9 +484,6 @@ def enter(
     orders: tuple[int, ...],
 ) -> tuple[torch.Tensor, Pending, tuple[Prepared, ...]]:
     """As `pass_on` with nothing to add to the streams: (row, what is left of the mix, row in `orders`)."""
-    tokens, streams, width = x.shape
-    x = x.contiguous()
-    post, comb = _as_they_are(tokens, x.device)
-    some = x.view(tokens * streams, width)[:tokens]  # times zero
-    _, row, left, prepared = pass_on(x, some, (pre, post, comb), norm, mix, orders)
+    y, post, comb = _as_they_are(x.shape[0], x.shape[2], x.device)
+    _, row, left, prepared = pass_on(x.contiguous(), y, (pre, post, comb), norm, mix, orders)
     return row, left, prepared

@@ -165,7 +165,7 @@ def _route(
         tl.store(part + cell, acc, mask=mine & (expert < experts)[None, :])
         tl.debug_barrier()
         here = tl.atomic_add(meet_ptr + group, 1, sem="acq_rel")
-        if here % MEETING == PROGRAMS - 1:
+        if here & (MEETING - 1) == PROGRAMS - 1:  # not %: counters pass 2^31 and are negative then
             tl.atomic_add(meet_ptr + group, MEETING - PROGRAMS, sem="acq_rel")
     if TILE > 0:  # noqa: SIM102  (the one is known when this is compiled, the other is not)
         if lane * RQ < T:  # while the others come
@@ -181,7 +181,7 @@ def _route(
         begin = program * R
         end = begin + R
         if INTERPRETED:  # programs run one after another there: the last selects for all
-            begin = tl.where(here % MEETING == PROGRAMS - 1, 0, T)
+            begin = tl.where(here & (MEETING - 1) == PROGRAMS - 1, 0, T)
             end = T
         for own in range(begin, end, R):
             if (own < T) & (group * T + own < tokens):

@@ -230,6 +230,20 @@ def test_router(tokens: int, experts: int, width: int) -> None:
     assert launches(lambda: route(*on_card, 6, 1.5)) == (1 if tokens <= 256 else 2)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_a_router_after_eight_million_launches(tokens: int) -> None:
+    """The counter at which its programs meet has become negative by then."""
+    from cedar.kernels import router_triton
+
+    x, gate = randn(tokens, 5120).bfloat16(), (randn(384, 5120) * 5120**-0.5).bfloat16()
+    on_card = cuda((x, gate, randn(384) * 0.1))
+    want = route(*on_card, 6, 1.5)
+    router_triton._meetings(torch.device("cuda:0")).fill_(-(1 << 31))
+    for got, value in zip(route(*on_card, 6, 1.5), want, strict=True):
+        assert torch.equal(got, value)
+    router_triton._meetings(torch.device("cuda:0")).zero_()
+
+
 @pytest.mark.parametrize(
     ("tokens", "inner", "width"),
     [(1, 384, 512), (1, 512, 1280), (1, 768, 256), *((tokens, 384, 512) for tokens in (5, 16, 33, 64))],
