@@ -177,7 +177,7 @@ def few(
             for k in gl.static_range(4):
                 acc = _scaled(acc, parts[k], sw, sx, k, WARPS, N)
             if OVERLAP and i < NB:
-                parts = (parts[4], parts[5], parts[6], parts[7])
+                parts = (parts[4], parts[5], parts[6], parts[7])  # type: ignore[misc]
     total = gl.convert_layout(gl.reshape(acc, [TALL, N]), W)
     r2 = gl.arange(0, TALL, layout=gl.SliceLayout(1, W))
     t2 = gl.arange(0, N, layout=gl.SliceLayout(0, W))

@@ -38,7 +38,8 @@ ROWS = 64  # tokens of a tile
 @cache
 def plan(tokens: int, width: int) -> int:
     """The shares a tile's channels are split into: one program a multiprocessor."""
-    return min(width // 64, max(4, min(40, 132 // triton.cdiv(tokens, ROWS))))
+    shares: int = min(width // 64, max(4, min(40, 132 // triton.cdiv(tokens, ROWS))))
+    return shares
 
 
 @gluon.constexpr_function

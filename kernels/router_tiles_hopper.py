@@ -97,7 +97,7 @@ def _at_places(
         x = gl.load(from_ + b * 128, mask=mine[:, None], other=0.0).to(gl.float32)
         out = gl.reshape(round_trip(gl.reshape(x, [8, 4, 32])).to(gl.bfloat16), [8, 4, 4, 2, 4])
         y = gl.convert_layout(gl.reshape(gl.permute(out, (0, 2, 4, 1, 3)), [8, 128]), L)
-        seen = seen + (y,)  # noqa: RUF005  (Triton knows no other way)
+        seen = seen + (y,)  # type: ignore[assignment] # noqa: RUF005  (Triton knows no other way)
     wait_for(cell, goal)
     barrier()
     for choice in range(k):
