@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -19,15 +20,18 @@ print(hashlib.sha256((a @ b).numpy().tobytes()).hexdigest())
 """
 
 
+@cache
+def digest(instructions: str = "") -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MKL_")}
+    if instructions:
+        environment["MKL_ENABLE_INSTRUCTIONS"] = instructions
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
 @pytest.mark.parametrize("instructions", ["SSE4_2", "AVX2", "AVX512"])
 def test_a_product_has_the_same_bits_with_other_instructions(instructions: str) -> None:
     """MKL takes the instructions it is limited to; limits beyond the processor's own change nothing."""
-
-    def digest(**variables: str) -> str:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MKL_")} | variables
-        done = subprocess.run(
-            [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    assert digest(MKL_ENABLE_INSTRUCTIONS=instructions) == digest()
+    assert digest(instructions) == digest()
