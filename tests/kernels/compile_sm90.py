@@ -48,6 +48,7 @@ from cedar.kernels import (
     sparse_attention_few_hopper,
     sparse_attention_hopper,
     weights_hopper,
+    wide_keys_triton,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -442,6 +443,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "FIRST": 1,
             "SECOND": 8,
             "STAGED": True,
+            "WIDE": True,
             "ROW_BLOCK": 1024,
             "OVERLAPS": True,
         },
@@ -450,6 +452,20 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             **dict.fromkeys(("place_ptr", "source_ptr", "target_ptr", "saved_ptr"), "*i64"),
             **dict.fromkeys(("second_ptr", "second_scale_ptr"), "*u8"),
         },
+        4,
+    ),
+    (
+        wide_keys_triton.expand,
+        {
+            "PAGE": 227_840,
+            "PAYLOAD": 0,
+            "SCALES": 32_768,
+            "LINES": 128,
+            "WORDS": 64,
+            "R": 16,
+            "OVERLAPS": True,
+        },
+        {"word_ptr": "*i32", "byte_ptr": "*u8"},
         4,
     ),
     (

@@ -1,0 +1,85 @@
+"""Keys expanded once for a chunk, on a CUDA device: bit for bit the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cedar.kernels.fp8 import pack_window_rows
+from cedar.kernels.latents import Staging, norm_latents
+from cedar.kernels.paging import Plane
+from cedar.kernels.wide_keys import expand_entries
+from cedar.kernels.wide_keys_ref import expand_window
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines", "sequences", "count", "index"),
+    [
+        (512, 128, 1, 65_536, torch.int32),
+        (512, 256, 3, 1_001, torch.int64),
+        (512, 128, 1, 1, torch.int32),
+        (64, 16, 5, 333, torch.int32),
+        (96, 16, 2, 50, torch.int32),  # no power of two: the reference's operations
+    ],
+)
+def test_entries(width: int, lines: int, sequences: int, count: int, index: torch.dtype) -> None:
+    """Of planes that lie among others, pages in any order, some of them outside of memory."""
+    g = torch.Generator().manual_seed(count)
+    planes = Plane(512, width // 2, lines), Plane(512 + lines * width // 2, width // 16, lines)
+    end = planes[1].offset + lines * width // 16
+    pages = torch.randint(0, 256, (67, end + 64), dtype=torch.uint8, generator=g)
+    pages[:, planes[1].offset : end] = torch.randint(
+        0, 0x7F, (67, end - planes[1].offset), dtype=torch.uint8, generator=g
+    )
+    columns = -(-count // lines) + 1
+    table = torch.randint(-9, 67 + 9, (sequences, columns), generator=g, dtype=index)
+    table[0, 0] = torch.iinfo(torch.int32).max
+    want = expand_entries(pages, *planes, table, count)
+    got = expand_entries(pages.cuda(), *planes, table.cuda(), count)
+    assert torch.equal(bits(got.cpu()), bits(want))
+
+
+@pytest.mark.parametrize("spread", [1.0, 12.0])
+def test_window_keys(spread: float) -> None:
+    """A chunk of two sequences with rings of eight rows: own keys and what the rings held, of magnitudes that
+    fp16 holds and of others.
+    """
+    g = torch.Generator().manual_seed(int(spread))
+    tokens, queries, keys, window = 21, 128, 512, 8
+    latents = torch.randn(tokens, queries + keys, generator=g)
+    latents[:, queries:] *= torch.exp2(torch.randn(keys, generator=g) * spread)
+    latents = latents.bfloat16()
+    weights = (
+        torch.rand(queries, generator=g).bfloat16(),
+        torch.exp2(torch.randn(keys, generator=g) * spread).bfloat16(),
+    )
+    angles = torch.rand(tokens, 32, generator=g) * 6
+    rings = pack_window_rows((torch.randn(40, keys, generator=g) * spread).bfloat16())
+    rings[3] = torch.randint(0, 256, (keys + keys // 32,), dtype=torch.uint8, generator=g)
+    sources = torch.arange(16) + 2
+    targets, saved = torch.full((tokens,), -1), torch.arange(tokens) % 16
+    targets[[2, 5]], saved[[2, 5]] = torch.tensor([20, 21]), torch.tensor([3, 9])
+    sources[[3, 9]] = -1
+    moves = (sources, targets, saved)
+    places = torch.arange(2 * window, 2 * window + tokens)
+    both = []
+    for device in ("cpu", "cuda"):
+        buffer = torch.full((2 * window + tokens, keys + keys // 32), 9, dtype=torch.uint8, device=device)
+        wide = torch.full((buffer.shape[0], keys), 7.0, dtype=torch.float16, device=device)
+        staging = Staging(rings.clone().to(device), *(part.to(device) for part in moves))
+        given = (part.to(device) for part in (latents, *weights))
+        rope = (angles.cos().to(device), angles.sin().to(device))
+        norm_latents(*given, rope, 1e-20, buffer, places.to(device), (), staging, wide)
+        both.append((buffer.cpu(), wide.cpu()))
+    (buffer, wide), (found, got) = both
+    assert torch.equal(found, buffer)
+    assert torch.equal(bits(got), bits(wide))
+    assert torch.equal(bits(wide), bits(expand_window(buffer, keys)))
