@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from cedar.kernels.fp8 import pack_window_rows
 from cedar.kernels.latents import Staging, norm_latents
 from cedar.kernels.paging import Plane
-from cedar.kernels.wide_keys import expand_entries
+from cedar.kernels.wide_keys import attends_wide, expand_entries
 from cedar.kernels.wide_keys_ref import expand_window
+from cedar.model import attention
+from cedar.model.dense import Rows
+from cedar.model.network import Network
+from cedar.model.schedule import LayerMode
+from cedar.model.sources import Selection
+from cedar.model.state import KVMemory, SequenceState
+from cedar.model.step import Step
+from cedar.ops.bench.synthetic_network import NARROW, synthetic_network
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,3 +93,81 @@ def test_window_keys(spread: float) -> None:
     assert torch.equal(found, buffer)
     assert torch.equal(bits(got), bits(wide))
     assert torch.equal(bits(wide), bits(expand_window(buffer, keys)))
+
+
+@cache
+def network() -> Network:
+    return synthetic_network(NARROW, "cuda")
+
+
+def prefilled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceState]]:
+    """Sequences that have run `lengths` tokens through every layer, with room and ids for 700 more."""
+    memory = net.allocate(pages=8 * len(lengths), slots=len(lengths))
+    seqs = []
+    for row, length in enumerate(lengths):
+        ids = [(i * 37 + row * 101) % 1000 for i in range(length + 700)]
+        seq = SequenceState(slot=row, pages=list(range(8 * row, 8 * row + 8))[::-1], ids=ids)
+        net.prefill(memory, seq, length, replay=False)
+        seqs.append(seq)
+    return memory, seqs
+
+
+@pytest.mark.parametrize("lengths", [[900], [500, 30, 7]])
+def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of every kind of layer gives on wide keys what it gives on packed ones, from the same state
+    and rows; both leave the same rings.
+    """
+    if not attends_wide(torch.empty(0, device="cuda"), 64, 512):
+        pytest.skip("no kernel for wide keys on this device")
+    net = network()
+    assert net.text is not None
+    memory, seqs = prefilled(net, lengths)
+    g = torch.Generator().manual_seed(len(lengths))
+    expands, took = attention.expands, []
+    steps = {}
+    for answer in (True, False):
+        spans = [(seq, seq.length, seq.length + 640 // len(seqs)) for seq in seqs]
+        steps[answer] = Step(memory, net.config, spans)
+    selections = {answer: Selection() for answer in steps}
+    rows = steps[True].rows
+    for plan, layer in zip(net.plan[:27], net.text.layers, strict=False):
+        x = Rows(torch.randn(rows, net.config.hidden_size, generator=g).bfloat16().cuda())
+        rings, tails = memory.rings.clone(), memory.tails.clone()
+        found = {}
+        for answer, step in steps.items():
+            memory.rings.copy_(rings)
+            memory.tails.copy_(tails)
+
+            def asked(
+                pages: torch.Tensor, *, heads: int, width: int, answer: bool = answer, **sizes: int
+            ) -> bool:
+                yes = answer and expands(pages, heads=heads, width=width, **sizes)
+                took.append(yes)
+                return yes
+
+            monkeypatch.setattr(attention, "expands", asked)
+            found[answer] = layer.attention(x, step, selections[answer], produce=True), memory.rings.clone()
+        assert torch.equal(found[True][1], found[False][1])
+        got, want = found[True][0].double(), found[False][0].double()
+        assert float((got - want).norm() / want.norm()) < 2e-2, plan
+    assert took == [True, False] * 27
+    assert {plan.mode for plan in net.plan[:27]} == set(LayerMode)
+
+
+def test_a_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that expand and chunks that do not give what none of them expanding gives, within what rounding
+    does to a network of random weights; what was expanded is gone with the step.
+    """
+    net, logits = network(), []
+    for answer in (True, True, False):  # what is allocated once for all is by then
+        if not answer:
+            monkeypatch.setattr(attention, "expands", lambda pages, **sizes: False)
+        memory, seq = net.own_sequence([(i * 31) % 1000 for i in range(1400)])
+        before = torch.cuda.memory_allocated()
+        for upto in (600, 700, 1400):
+            net.prefill(memory, seq, upto)
+        logits.append(net.finish_prefill(memory, seq).double())
+        left = torch.cuda.memory_allocated() - before
+        assert len(logits) == 1 or left < 1 << 20
+    assert torch.equal(logits[0], logits[1])
+    assert float((logits[1] - logits[2]).norm() / logits[2].norm()) < 0.2

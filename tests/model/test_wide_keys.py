@@ -212,6 +212,8 @@ def test_entries_written_again_are_expanded_again(network: Network, memory: KVMe
     memory.pages.fill_(0)
     before = step.wide_entries(planes, ratio)
     assert step.wide_entries(planes, ratio) is before
+    other = next(p for layer in network.text.layers if (p := layer.attention.pages) and p.planes != planes)
+    assert step.wide_entries(other.planes, other.ratio) is not before
     source.compressor.produce(torch.randn(64, network.config.hidden_size).bfloat16(), step)
     after = step.wide_entries(planes, ratio)
     assert before.abs().max() == 0
