@@ -11,7 +11,7 @@ from cedar.kernels.packed_triton import INTERPRETED, multiply_halves
 from cedar.kernels.sparse_attention_operands_hopper import FP4_WORDS
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROWS = 16  # entries a program
+ROWS = 8  # entries a program
 
 
 @triton.jit
