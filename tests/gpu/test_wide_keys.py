@@ -100,15 +100,21 @@ def network() -> Network:
     return synthetic_network(NARROW, "cuda")
 
 
-def prefilled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceState]]:
-    """Sequences that have run `lengths` tokens through every layer, with room and ids for 700 more."""
+def filled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceState]]:
+    """Sequences of `lengths` tokens with random keys behind them, and ids for 700 more."""
     memory = net.allocate(pages=8 * len(lengths), slots=len(lengths))
+    memory.pages.view(torch.int64).random_()
+    for source in net.layout.sources:
+        _, scales, _, index_scales = source.planes
+        for plane, low, high in ((scales, 0x28, 0x40), (index_scales, 124, 130)):
+            part = memory.pages[:, plane.offset : plane.offset + plane.row_bytes * plane.rows]
+            part.copy_(torch.randint(low, high, part.shape, dtype=torch.uint8))
+    keys = torch.randn(memory.rings.shape[:3].numel(), net.config.head_dim, device="cuda")
+    memory.rings.copy_(pack_window_rows(keys.bfloat16()).view(memory.rings.shape))
     seqs = []
     for row, length in enumerate(lengths):
-        ids = [(i * 37 + row * 101) % 1000 for i in range(length + 700)]
-        seq = SequenceState(slot=row, pages=list(range(8 * row, 8 * row + 8))[::-1], ids=ids)
-        net.prefill(memory, seq, length, replay=False)
-        seqs.append(seq)
+        pages = list(range(8 * row, 8 * row + 8))[::-1]
+        seqs.append(SequenceState(slot=row, pages=pages, ids=[7] * (length + 700), length=length))
     return memory, seqs
 
 
@@ -121,7 +127,7 @@ def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPat
         pytest.skip("no kernel for wide keys on this device")
     net = network()
     assert net.text is not None
-    memory, seqs = prefilled(net, lengths)
+    memory, seqs = filled(net, lengths)
     g = torch.Generator().manual_seed(len(lengths))
     expands, took = attention.expands, []
     steps = {}
@@ -164,7 +170,7 @@ def test_a_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(attention, "expands", lambda pages, **sizes: False)
         memory, seq = net.own_sequence([(i * 31) % 1000 for i in range(1400)])
         before = torch.cuda.memory_allocated()
-        for upto in (600, 700, 1400):
+        for upto in (600, 900, 1400):
             net.prefill(memory, seq, upto)
         logits.append(net.finish_prefill(memory, seq).double())
         left = torch.cuda.memory_allocated() - before
