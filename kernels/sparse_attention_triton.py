@@ -201,8 +201,13 @@ def sparse_attention(
         small = few_parts(tokens, heads, width, count, rows.shape[1], half_rope) if few is not False else None
         large = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
         if wide is not None and large and half_rope <= 32 and wide.window.shape[0]:
-            _attend_wide(given, rope, wide if count else wide._replace(entries=None))
-            return out
+            from cedar.kernels.sparse_attention_wide_hopper import attend_wide
+
+            far, turns = wide.entries if count else None, rope is not None
+            return attend_wide(
+                q, cos if turns else None, sin if turns else None, far, sources[2], sources[3], wide.window,
+                rows, sink, out,
+            )  # fmt: skip
         if small is not None and (few or not large or tokens <= FEW):
             _attend_few(given, small, sizes, place, scale, half_rope)
             return out
@@ -252,18 +257,6 @@ def _attend_few(
         *given, part, lse, counters(q.device.index or 0), *sizes, scale,
         *place, near, splits, heads, width // 128, half_rope, sizes[1] == 1, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-
-
-def _attend_wide(
-    given: tuple[torch.Tensor, ...],
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    wide: WideKeys,
-) -> None:
-    from cedar.kernels.sparse_attention_wide_hopper import attend_wide
-
-    q, cos, sin, _, _, seq, entries, _, rows, sink, out = given
-    turn = (None, None) if rope is None else (cos, sin)
-    attend_wide(q, *turn, wide.entries, seq, entries, wide.window, rows, sink, out)
 
 
 def _attend_hopper(
