@@ -47,6 +47,7 @@ from cedar.kernels import (
     select_slices_triton,
     sparse_attention_few_hopper,
     sparse_attention_hopper,
+    sparse_attention_wide_hopper,
     weights_hopper,
     wide_keys_triton,
 )
@@ -94,6 +95,19 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "PRODUCE_REGISTERS": sparse_attention_hopper.PRODUCE_REGISTERS,
         },
         {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
+        4,
+    ),
+    (
+        sparse_attention_wide_hopper.attend_expanded,
+        {
+            "TILES": 8,
+            "NAMES": 512,
+            "NEAR": 2,
+            "HALF_ROPE": 32,
+            "WEIGH_REGISTERS": sparse_attention_wide_hopper.WEIGH_REGISTERS,
+            "FETCH_REGISTERS": sparse_attention_wide_hopper.FETCH_REGISTERS,
+        },
+        {"q_ptr": "*bf16", "out_ptr": "*bf16", "wide_ptr": "*fp16", "window_ptr": "*fp16"},
         4,
     ),
     (
