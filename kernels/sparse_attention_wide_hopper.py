@@ -122,7 +122,7 @@ def _fetch(
         if TILES > 0:
             count = NEAR + (gl.max(ahead, axis=0) + 63) // 64
             ahead = _count(entries_ptr, token + step, tokens, entry_count, NAMES)
-            sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1)
+            sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token).to(gl.int32), 0), sequences - 1)
         if HALF_ROPE > 0:
             pair = word % 32 - (32 - HALF_ROPE)
             cos = gl.load(cos_ptr + token * HALF_ROPE + pair, mask=pair >= 0, other=1.0)
@@ -147,6 +147,7 @@ def _fetch(
             else:
                 at = (t - NEAR) * 64 + row
                 number = gl.load(entries_ptr + token * entry_count + at, mask=at < entry_count, other=-1)
+                number = number.to(gl.int32)  # rows of any type stand here in a layer without entries
                 number = gl.where(number >= 0, sequence * entry_rows + gl.minimum(number, entry_rows - 1), -1)
                 base = wide_ptr
             mbarrier.wait(bars.index(_FREE + place), ((item // SLOTS) & 1) ^ 1)

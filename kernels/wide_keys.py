@@ -8,7 +8,6 @@ does: rounded to multiples of 2^-17, with a scale of at most 2^14.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Final, NamedTuple
 
 import torch
@@ -39,8 +38,6 @@ def expands(
 def attends_wide(pages: torch.Tensor, heads: int, width: int) -> bool:
     """Whether there is a kernel for wide keys: for 64 heads of 512, on Hopper."""
     if not pages.is_cuda or (heads, width) != (64, 512):
-        return False
-    if find_spec("cedar.kernels.sparse_attention_wide_hopper") is None:
         return False
     from cedar.kernels.linear_triton import hopper
 
