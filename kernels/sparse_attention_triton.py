@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
-from cedar.kernels.wide_keys import WideKeys
+from cedar.kernels.wide_keys import Shape, WideKeys, attends_wide
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132
@@ -200,7 +200,8 @@ def sparse_attention(
     if q.is_cuda and hopper(q.device.index or 0):
         small = few_parts(tokens, heads, width, count, rows.shape[1], half_rope) if few is not False else None
         large = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
-        if wide is not None and large and half_rope <= 32 and wide.window.shape[0]:
+        shape = Shape(heads, width, rows.shape[1], half_rope)
+        if wide is not None and wide.window.shape[0] and attends_wide(q, shape):
             from cedar.kernels.sparse_attention_wide_hopper import attend_wide
 
             far, turns = wide.entries if count else None, rope is not None

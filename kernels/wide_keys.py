@@ -28,25 +28,35 @@ class WideKeys(NamedTuple):
     window: torch.Tensor  # fp16 [R, D]: the rows of the window buffer
 
 
-def expands(
-    pages: torch.Tensor, *, heads: int, width: int, rows: int, entries: int = 0, layers: int = 1
-) -> bool:
-    """Whether attention of a chunk of `rows` queries should read wide keys, on the device of `pages`."""
-    return attends_wide(pages, heads, width) and pays(rows, entries, layers, width)
+class Shape(NamedTuple):
+    """What of a layer's attention says whether there is a kernel for wide keys."""
+
+    heads: int
+    width: int  # channels of a head
+    window: int  # rows of window keys a query
+    half_rope: int  # pairs of channels that are turned
 
 
-def attends_wide(pages: torch.Tensor, heads: int, width: int) -> bool:
-    """Whether there is a kernel for wide keys: for 64 heads of 512, on Hopper."""
-    if not pages.is_cuda or (heads, width) != (64, 512):
+def expands(like: torch.Tensor, shape: Shape, *, rows: int, entries: int, layers: int) -> bool:
+    """Whether attention of a chunk of `rows` queries should read wide keys, on the device of `like`; `entries`
+    and `layers` as in `pays`.
+    """
+    return attends_wide(like, shape) and pays(rows, entries, layers, shape.width)
+
+
+def attends_wide(like: torch.Tensor, shape: Shape) -> bool:
+    """Whether there is a kernel for wide keys on the device of `like`: for 64 heads of 512, on Hopper."""
+    fits = shape[:2] == (64, 512) and 0 < shape.window <= 128 and shape.half_rope <= 32
+    if not fits or not like.is_cuda:
         return False
     from cedar.kernels.linear_triton import hopper
 
-    return hopper(pages.device.index or 0)
+    return hopper(like.device.index or 0)
 
 
 def pays(rows: int, entries: int, layers: int, width: int) -> bool:
-    """Whether `rows` queries in each of `layers` layers gain more than it costs to expand `entries`, those of
-    all sequences, of `width` channels, and whether these fit.
+    """Whether `rows` queries in each of `layers` layers gain more than it costs to expand `entries`, of all
+    sequences together, of `width` channels, and whether those fit.
     """
     if rows < LEAST_ROWS or entries * width * 2 > MOST_BYTES:
         return False

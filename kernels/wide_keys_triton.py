@@ -61,9 +61,8 @@ def expand(
     at = at[:, :, None] + tl.arange(0, 2)[None, None, :]
     payload = tl.load(word_ptr + at, mask=inside[:, None, None], other=0)
     at = (page + SCALES + line * GROUPS)[:, None] + group[None, :]
-    bits = (
-        tl.load(byte_ptr + at, mask=inside[:, None], other=0).to(tl.int32) * 0x00800080
-    )  # value·2^-8, twice
+    code = tl.load(byte_ptr + at, mask=inside[:, None], other=0).to(tl.int32)
+    bits = code * 0x00800080  # E4M3's bits as two fp16: value·2^-8
     scale = multiply_halves(bits, tl.full(bits.shape, 0x78007800, tl.int32))
     a, b, c, d = _words(payload, tl.broadcast_to(scale[:, :, None], payload.shape))
     four = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [R, 4 * WORDS])

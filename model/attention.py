@@ -11,7 +11,7 @@ import torch
 from cedar.kernels.grouped_output import grouped_output
 from cedar.kernels.latents import norm_latents
 from cedar.kernels.sparse_attention import sparse_attention
-from cedar.kernels.wide_keys import WideKeys, expands
+from cedar.kernels.wide_keys import Shape, WideKeys, expands
 from cedar.model.dense import Dense, Rows
 from cedar.model.sources import Compressor, Indexer, Selection, SourcePages
 from cedar.model.step import Step, WindowPlan
@@ -78,10 +78,9 @@ class Attention:
         if not step.may_expand:
             return None
         source, width = self.pages, self.kv_norm.shape[0]
+        shape = Shape(self.heads, width, step.window, self.freqs.shape[0])
         entries, layers = (0, 1) if source is None else (step.all_visible(source.ratio), source.layers)
-        if not expands(
-            step.memory.pages, heads=self.heads, width=width, rows=step.rows, entries=entries, layers=layers
-        ):
+        if not expands(step.memory.pages, shape, rows=step.rows, entries=entries, layers=layers):
             return None
         return torch.empty(window.buffer.shape[0], width, dtype=torch.float16, device=step.device)
 

@@ -152,6 +152,11 @@ class Step:
         return max(end for _, _, end in self.spans) // ratio
 
     @property
+    def window(self) -> int:
+        """Positions that a row reads window keys of."""
+        return self._window
+
+    @property
     def may_expand(self) -> bool:
         """Whether keys may be expanded once for all rows: in a chunk, never in what a CUDA graph holds."""
         return not self.direct

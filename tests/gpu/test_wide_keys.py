@@ -9,7 +9,7 @@ import torch
 from cedar.kernels.fp8 import pack_window_rows
 from cedar.kernels.latents import Staging, norm_latents
 from cedar.kernels.paging import Plane
-from cedar.kernels.wide_keys import attends_wide, expand_entries
+from cedar.kernels.wide_keys import Shape, attends_wide, expand_entries
 from cedar.kernels.wide_keys_ref import expand_window
 from cedar.model import attention
 from cedar.model.dense import Rows
@@ -123,7 +123,7 @@ def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPat
     """Attention of every kind of layer gives on wide keys what it gives on packed ones, from the same state
     and rows; both leave the same rings.
     """
-    if not attends_wide(torch.empty(0, device="cuda"), 64, 512):
+    if not attends_wide(torch.empty(0, device="cuda"), Shape(64, 512, 128, 32)):
         pytest.skip("no kernel for wide keys on this device")
     net = network()
     assert net.text is not None
@@ -144,10 +144,8 @@ def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPat
             memory.rings.copy_(rings)
             memory.tails.copy_(tails)
 
-            def asked(
-                pages: torch.Tensor, *, heads: int, width: int, answer: bool = answer, **sizes: int
-            ) -> bool:
-                yes = answer and expands(pages, heads=heads, width=width, **sizes)
+            def asked(like: torch.Tensor, shape: Shape, answer: bool = answer, **sizes: int) -> bool:
+                yes = answer and expands(like, shape, **sizes)
                 took.append(yes)
                 return yes
 
@@ -167,7 +165,7 @@ def test_a_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     net, logits = network(), []
     for answer in (True, True, False):  # what is allocated once for all is by then
         if not answer:
-            monkeypatch.setattr(attention, "expands", lambda pages, **sizes: False)
+            monkeypatch.setattr(attention, "expands", lambda like, shape, **sizes: False)
         memory, seq = net.own_sequence([(i * 31) % 1000 for i in range(1400)])
         before = torch.cuda.memory_allocated()
         for upto in (600, 900, 1400):

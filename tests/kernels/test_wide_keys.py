@@ -4,6 +4,8 @@ bit, attention that reads them against attention on packed keys.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cedar.kernels import fp8_ref, wide_keys, wide_keys_ref
@@ -14,7 +16,7 @@ from cedar.kernels.latents import Staging, norm_latents
 from cedar.kernels.paging import PageRangeError, Plane
 from cedar.kernels.rope import rope_frequencies, rope_table
 from cedar.kernels.sparse_attention import sparse_attention
-from cedar.kernels.wide_keys import WideKeys, expand_entries, pays
+from cedar.kernels.wide_keys import Shape, WideKeys, expand_entries, pays
 
 from .packed_memory import packed_memory
 from .test_sparse_attention import call, case
@@ -234,12 +236,19 @@ def test_when_a_chunk_is_worth_it() -> None:
 
 
 def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = torch.zeros(1, 8, dtype=torch.uint8)
-    assert not wide_keys.expands(pages, heads=64, width=512, rows=4096)
-    monkeypatch.setattr(wide_keys, "attends_wide", lambda pages, heads, width: heads == 64)
-    assert wide_keys.expands(pages, heads=64, width=512, rows=4096, entries=2048, layers=6)
-    assert not wide_keys.expands(pages, heads=64, width=512, rows=100, entries=2048, layers=6)
-    assert not wide_keys.expands(pages, heads=8, width=512, rows=4096)
+    """On a Hopper, and for the shapes that it takes."""
+    from cedar.kernels import linear_triton
+
+    flash, sizes = Shape(64, 512, 128, 32), {"entries": 2048, "layers": 6}
+    here = torch.zeros(1)
+    assert not wide_keys.expands(here, flash, rows=4096, **sizes)
+    card = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    for hopper in (False, True):
+        monkeypatch.setattr(linear_triton, "hopper", lambda index, hopper=hopper: index == 1 and hopper)
+        assert wide_keys.expands(card, flash, rows=4096, **sizes) is hopper
+        assert not wide_keys.expands(card, flash, rows=100, **sizes)
+        for other in ({"heads": 8}, {"width": 128}, {"window": 129}, {"window": 0}, {"half_rope": 33}):
+            assert not wide_keys.expands(card, flash._replace(**other), rows=4096, **sizes)
 
 
 def test_window_rows_of_real_keys_are_near_what_is_stored() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cedar.kernels import wide_keys_ref
-from cedar.kernels.wide_keys import WideKeys
+from cedar.kernels.wide_keys import Shape, WideKeys
 from cedar.model import attention
 from cedar.model.network import Network
 from cedar.model.schedule import LayerMode
@@ -45,7 +45,7 @@ def expanding(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[WideKeys
             given.append(args[11])
             return attend(*args)
 
-        monkeypatch.setattr(attention, "expands", lambda pages, **sizes: answer)
+        monkeypatch.setattr(attention, "expands", lambda like, shape, **sizes: answer)
         monkeypatch.setattr(attention, "sparse_attention", seen)
         return given
 
@@ -190,7 +190,7 @@ def test_one_sources_entries_live_at_a_time_and_none_after_the_step(
 
     gc.disable()
     try:
-        monkeypatch.setattr(attention, "expands", lambda pages, **sizes: True)
+        monkeypatch.setattr(attention, "expands", lambda like, shape, **sizes: True)
         monkeypatch.setattr(attention, "sparse_attention", seen)
         seq = sequence(network, ids[:100])
         network.prefill(memory, seq, 70)
@@ -225,14 +225,15 @@ def test_what_the_decision_is_told(
     network: Network, memory: KVMemory, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, int]] = []
+    config = network.config
 
-    def asked(pages: torch.Tensor, **sizes: int) -> bool:
-        assert pages is memory.pages
+    def asked(like: torch.Tensor, shape: Shape, **sizes: int) -> bool:
+        assert like is memory.pages
+        assert shape == (config.heads, config.head_dim, config.window, config.rope_dim // 2)
         told.append(sizes)
         return False
 
     monkeypatch.setattr(attention, "expands", asked)
-    config = network.config
     seq = SequenceState(slot=0, pages=[9, 3, 4], ids=ids[:96])
     network.prefill(memory, seq, 30)
     told.clear()
@@ -241,8 +242,6 @@ def test_what_the_decision_is_told(
     for plan, sizes in zip(network.plan, told, strict=False):
         shared = plan.kv_source is not None
         assert sizes == {
-            "heads": config.heads,
-            "width": config.head_dim,
             "rows": 61,
             "entries": 91 // plan.ratio if shared else 0,
             "layers": readers.count(plan.kv_source) if shared else 1,
