@@ -204,10 +204,10 @@ def sparse_attention(
         if wide is not None and wide.window.shape[0] and attends_wide(q, shape):
             from cedar.kernels.sparse_attention_wide_hopper import attend_wide
 
-            far, turns = wide.entries if count else None, rope is not None
             return attend_wide(
-                q, cos if turns else None, sin if turns else None, far, sources[2], sources[3], wide.window,
-                rows, sink, out,
+                q, cos if half_rope else None, sin if half_rope else None,
+                wide.entries if count else None, sources[2] if count else None, sources[3] if count else None,
+                wide.window, rows, sink, out,
             )  # fmt: skip
         if small is not None and (few or not large or tokens <= FEW):
             _attend_few(given, small, sizes, place, scale, half_rope)

@@ -38,8 +38,8 @@ class Shape(NamedTuple):
 
 
 def expands(like: torch.Tensor, shape: Shape, *, rows: int, entries: int, layers: int) -> bool:
-    """Whether attention of a chunk of `rows` queries should read wide keys, on the device of `like`; `entries`
-    and `layers` as in `pays`.
+    """Whether attention of a chunk of `rows` queries should read wide keys, on the device of `like`;
+    `entries` and `layers` as in `pays`.
     """
     return attends_wide(like, shape) and pays(rows, entries, layers, shape.width)
 

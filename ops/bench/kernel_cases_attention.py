@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref
+from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref, wide_keys_ref
 from cedar.kernels.index_scores_triton import scores as score_kernel
 from cedar.kernels.paging import Plane
 from cedar.kernels.select_triton import candidate_blocks, keep_blocks, top_k
@@ -136,15 +136,11 @@ def attention_case(
 
 
 def wide_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`attend_wide`'s arguments of `attention_args`' of one sequence: every key as fp16 times 2^-7."""
+    """`attend_wide`'s arguments of `attention_args`': every key as fp16 times 2^-7."""
     q, pages, planes, table, seq, entries, window, rows, sink, (cos, sin) = args
-    parts = torch.arange(table.shape[1] * ROWS, device="cuda", dtype=torch.int32).split(4096)
-    keys = [
-        fp4_ref.unpack_e4m3(*paging_ref.gather(pages, planes, table, seq[:1], part[None])).float() * 2.0**-7
-        for part in parts
-    ]
-    near = (fp8_ref.unpack_rows(window, 512).float() * 2.0**-7).half()
-    return q, cos, sin, torch.cat([part.half() for part in keys], 1), seq, entries, near, rows, sink
+    far = wide_keys_ref.expand_entries(pages, planes, table, table.shape[1] * ROWS)
+    near = wide_keys_ref.expand_window(window, 512)
+    return q, cos, sin, far, seq, entries, near, rows, sink, torch.empty_like(q)
 
 
 def wide_case(tokens: int, pages: torch.Tensor) -> Case:
@@ -153,17 +149,16 @@ def wide_case(tokens: int, pages: torch.Tensor) -> Case:
     """
     packed, case = attention_case(tokens, tokens, pages)[::2]
     copies = [wide_args(args) for args in packed]
-    out = torch.empty_like(copies[0][0])
     picks = torch.randperm(tokens, device="cuda")[:64]
 
     def check() -> float:
-        out.fill_(torch.nan)
-        return relative_error(attend_wide(*copies[0], out)[picks], attention_truth(packed[0], picks))
+        copies[0][-1].fill_(torch.nan)
+        return relative_error(attend_wide(*copies[0])[picks], attention_truth(packed[0], picks))
 
     return replace(
         case,
         operation="sparse attention, keys expanded once",
-        runs=[partial(attend_wide, *args, out) for args in copies[1:]],
+        runs=[partial(attend_wide, *args) for args in copies[1:]],
         check=check,
     )
 
