@@ -17,7 +17,7 @@ from cedar.kernels.paging import INDEX_TYPES, Plane, check_plane
 
 LEAST_ROWS: Final = 256  # below, kernels of few queries are at work, and layers are short
 MOST_BYTES: Final = 640 << 20  # of expanded entries that may lie beside everything else
-US_A_QUERY: Final = 0.05  # what a query and layer gains
+US_A_QUERY: Final = 0.08  # what a query and layer gains
 US_AN_ENTRY: Final = 0.0004  # what expanding an entry costs
 
 

@@ -28,8 +28,8 @@ def expand_window(rows: torch.Tensor, width: int) -> torch.Tensor:
     byte, code = rows[..., :width].to(torch.int32), rows[..., width:].to(torch.int32)
     bits = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
     value = bits.to(torch.int16).view(torch.float16).to(torch.float32)
-    power = torch.ldexp(torch.ones(()), (code.clamp_max(141) - 126).to(torch.float32))
-    power = power.masked_fill(code < 102, 0.0).repeat_interleave(GROUP, -1)
+    power = ((code.clamp_max(141) + 1) << 23).view(torch.float32).masked_fill(code < 102, 0.0)
+    power = power.repeat_interleave(GROUP, -1)
     return (value * power).to(torch.float16)  # exact in fp32, so rounded once
 
 

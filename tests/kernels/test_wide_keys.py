@@ -228,7 +228,7 @@ def test_when_a_chunk_is_worth_it() -> None:
     assert not pays(255, 0, 1, 512)
     assert not pays(128, 65_536, 20, 512)
     assert pays(4096, 0, 1, 512)
-    assert not pays(256, 524_288, 6, 512)  # 210 us for 92
+    assert not pays(256, 524_288, 6, 512)  # 210 us for 123
     assert pays(4096, 1 << 19, 6, 512)
     assert not pays(4096, 1 << 20, 20, 512)  # 1 GiB
     assert pays(4096, 655_360, 20, 512)
