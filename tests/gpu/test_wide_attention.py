@@ -39,7 +39,7 @@ def arguments(
     near.masked_fill_(torch.rand(tokens, rows, device="cuda") < 0.2, -1)
     entries[::5] = -1
     near[::3] = -1
-    seq = torch.randint(0, sequences + 1, (tokens,), device="cuda", dtype=torch.int32)
+    seq = torch.randint(0, sequences + 1, (tokens,), device="cuda", dtype=index)
     angles = torch.rand(tokens, half_rope, device="cuda") * 6
     rope = (angles.cos(), angles.sin()) if half_rope else (None, None)
     far = (wide, seq, entries) if count else (None, None, None)
