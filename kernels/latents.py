@@ -42,13 +42,15 @@ def norm_latents(
     places: torch.Tensor,
     orders: tuple[int, ...] = (),
     staging: Staging | None = None,
+    wide: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[Prepared, ...]]:
     """Norms latents bf16 [N, Q + D]; returns the query latent bf16 [N, Q], also quantised in each of
     `orders`.
 
     query_weight bf16 [Q], key_weight bf16 [D]; rope = (cos, sin) fp32 [N, R/2]. The key goes to row
     places[n], int [N], of window uint8 [M, D + D/32], in place; a negative place is not written. `staging`
-    fills the window's first rows from rings, and writes the rings. An index out of range raises
+    fills the window's first rows from rings, and writes the rings. Every row that the window is given goes to
+    `wide` fp16 [M, D] as well, expanded (`wide_keys`). An index out of range raises
     PageRangeError (CPU; on a GPU with CEDAR_CHECK_INDICES=1, else nothing is read or written there).
     """
     c = Contract("norm_latents", Q=query_weight.shape[0], D=key_weight.shape[0])
@@ -65,6 +67,9 @@ def norm_latents(
     c.require("rope cos", 2 * c.dims["F"] <= c.dims["D"], "turns more channels than the key has")
     c.require("window", window.is_contiguous(), "must be contiguous")
     paging_ref.check_range("places", places, -(1 << 31), window.shape[0])
+    if wide is not None:
+        c.expect("wide", wide, "M D", torch.float16)
+        c.require("wide", wide.is_contiguous(), "must be contiguous")
     if staging is not None:
         c.expect("staging.rings", staging.rings, "P row", torch.uint8)
         c.expect("staging.sources", staging.sources, "K", torch.int64)
@@ -79,7 +84,9 @@ def norm_latents(
         from cedar.kernels import latents_triton
 
         return latents_triton.norm_latents(
-            latents, query_weight, key_weight, rope, eps, window, places, orders, staging
+            latents, query_weight, key_weight, rope, eps, window, places, orders, staging, wide
         )
-    query = latents_ref.norm_latents(latents, query_weight, key_weight, rope, eps, window, places, staging)
+    query = latents_ref.norm_latents(
+        latents, query_weight, key_weight, rope, eps, window, places, staging, wide
+    )
     return query, tuple(prepared_ref.prepared(query, order) for order in orders)

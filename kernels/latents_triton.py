@@ -11,7 +11,7 @@ import triton.language as tl
 from cedar.kernels.latents import Staging
 from cedar.kernels.linear_triton import hopper
 from cedar.kernels.move_rows_triton import copy_row
-from cedar.kernels.packed_triton import bf16_round, fp8_scale, to_bf16, to_e4m3
+from cedar.kernels.packed_triton import bf16_round, fp8_scale, to_bf16, to_e4m3, wide_window
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from cedar.kernels.prepared_triton import store_codes, store_prepared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -29,19 +29,31 @@ def _store(out_ptr, scale_ptr, x, channel, inside, ORDER: tl.constexpr, B: tl.co
         store_prepared(out_ptr, x, channel, inside, ORDER, B)
 
 
+@triton.jit
+def _widen_row(from_ptr, source, from_rows, wide_ptr, target, to_rows, HALF: tl.constexpr):
+    """What `copy_row` copies of a ring, expanded."""
+    if (source >= 0) & (source < from_rows) & (target >= 0) & (target < to_rows):
+        pair = tl.arange(0, HALF)
+        row = from_ptr + source * (2 * HALF + HALF // 16)
+        low = tl.load(row + 2 * pair).to(tl.int32)
+        high = tl.load(row + 2 * pair + 1).to(tl.int32)
+        code = tl.load(row + 2 * HALF + pair // 16).to(tl.int32)
+        tl.store(wide_ptr + target * HALF + pair, wide_window(low, high, code))
+
+
 @triton.jit(do_not_specialize=["window_rows", "tokens", "ring_rows"])
 def _latents(
     x_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, query_ptr, first_ptr, first_scale_ptr,
-    second_ptr, second_scale_ptr, window_ptr, place_ptr, ring_ptr, source_ptr, target_ptr, saved_ptr, width,
-    window_rows, tokens, ring_rows, eps,
+    second_ptr, second_scale_ptr, window_ptr, wide_ptr, place_ptr, ring_ptr, source_ptr, target_ptr,
+    saved_ptr, width, window_rows, tokens, ring_rows, eps,
     Q: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr, HALF_ROPE: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, STAGED: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, STAGED: tl.constexpr, WIDE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2, tokens): 0 the key, 1 the query latent; STAGED: tokens + copied rows, those of column 0 after.
 
-    FIRST, SECOND: orders of the query's quantised copies, -1: none. OVERLAPS: with the launch before it
-    (`launch_pdl`).
+    FIRST, SECOND: orders of the query's quantised copies, -1: none. WIDE: what goes to the window goes to
+    wide_ptr, expanded, too. OVERLAPS: with the launch before it (`launch_pdl`).
     """
     at = tl.arange(0, B)
     inside = at < Q
@@ -62,6 +74,8 @@ def _latents(
             copy_row(
                 ring_ptr, source, ring_rows, window_ptr, number, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
             )
+            if WIDE:
+                _widen_row(ring_ptr, source, ring_rows, wide_ptr, number, window_rows, HALF)
     elif is_query:
         x = tl.load(row + at, mask=inside, other=0.0).to(tl.float64)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / Q + eps)
@@ -83,6 +97,8 @@ def _latents(
             copy_row(
                 ring_ptr, target, ring_rows, window_ptr, saved, window_rows, 2 * HALF + HALF // 16, ROW_BLOCK
             )
+            if WIDE:
+                _widen_row(ring_ptr, target, ring_rows, wide_ptr, saved, window_rows, HALF)
             tl.debug_barrier()
         if (place < window_rows) & (target < ring_rows) & ((place >= 0) | (target >= 0)):
             mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2.0 * HALF)
@@ -103,6 +119,10 @@ def _latents(
                 tl.store(kept + 2 * pair, low)
                 tl.store(kept + 2 * pair + 1, high)
                 tl.store(kept + 2 * HALF + tl.arange(0, groups), code.to(tl.uint8))
+                if WIDE:
+                    each = tl.reshape(tl.broadcast_to(code[:, None], [groups, 16]), [HALF])
+                    words = wide_window(low.to(tl.int32), high.to(tl.int32), each)
+                    tl.store(wide_ptr + place * HALF + pair, words)
             if target >= 0:
                 kept = ring_ptr + target * (2 * HALF + groups)
                 tl.store(kept + 2 * pair, low)
@@ -120,6 +140,7 @@ def norm_latents(
     places: torch.Tensor,
     orders: tuple[int, ...],
     staging: Staging | None = None,
+    wide: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[Prepared, ...]]:
     """As the public function, for D a power of two and at most two orders."""
     tokens, width = latents.shape
@@ -136,12 +157,12 @@ def norm_latents(
     if tokens:
         _latents[(2, tokens + copied)](
             latents, query_weight, key_weight, rope[0].contiguous(), rope[1].contiguous(), query,
-            *first, *second, window, places.contiguous(), rings, *(index.contiguous() for index
-            in moves),
+            *first, *second, window, window if wide is None else wide.view(torch.int32), places.contiguous(),
+            rings, *(index.contiguous() for index in moves),
             width, window.shape[0], tokens, rings.shape[0], eps,
             queries, triton.next_power_of_2(queries), keys // 2, rope[0].shape[1], *(*orders, NONE, NONE)[:2],
-            staging is not None, triton.next_power_of_2(keys + keys // 32), overlaps, num_warps=4,
-            enable_fp_fusion=False, **({"launch_pdl": True} if overlaps else {}),
+            staging is not None, wide is not None, triton.next_power_of_2(keys + keys // 32), overlaps,
+            num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if overlaps else {}),
         )  # fmt: skip
     return query, copies
 

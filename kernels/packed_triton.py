@@ -154,6 +154,39 @@ def fp8_values(stored, scale):
 
 
 @triton.jit
+def multiply_halves(a, b):
+    """Products, two fp16 a word, of int32 words of two fp16; each rounded once, subnormals kept."""
+    if INTERPRETED:
+        low = _half_value(a) * _half_value(b)
+        high = _half_value(a >> 16) * _half_value(b >> 16)
+        low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        out = low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        out = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return out
+
+
+@triton.jit
+def _half_value(bits):
+    """Fp32 value of the fp16 in the lower half of int32 words."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def wide_window(low, high, code):
+    """Words of two window channels as fp16 of value·2^-7, of their E4M3 bytes and their group's E8M0 byte,
+    int32 of one shape; as attention on a Hopper expands them (`wide_keys_ref.expand_window`).
+    """
+    normal = (tl.minimum(code, 141) - 111) << 10
+    small = tl.where(code >= 102, 1 << (tl.maximum(code, 102) - 102), 0)
+    power = tl.where(code >= 112, normal, small) * 0x00010001
+    byte = low | (high << 16)
+    return multiply_halves(((byte & 0x007F007F) << 7) | ((byte & 0x00800080) << 8), power)
+
+
+@triton.jit
 def matmul(a, b, acc):
     """acc + a·b of bf16 operands, fp32; the interpreter needs them widened."""
     if INTERPRETED:

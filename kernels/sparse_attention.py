@@ -7,6 +7,7 @@ from cedar.kernels import paging_ref, rope_ref, sparse_attention_ref
 from cedar.kernels.contract import Contract
 from cedar.kernels.fp8 import window_row_bytes
 from cedar.kernels.paging import INDEX_TYPES, Plane, check_plane
+from cedar.kernels.wide_keys import WideKeys
 
 
 def sparse_attention(
@@ -21,6 +22,7 @@ def sparse_attention(
     window_rows: torch.Tensor,
     sink: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    wide: WideKeys | None = None,
 ) -> torch.Tensor:
     """o bf16 [N, H, D], rounded once, before the inverse RoPE. q bf16 [N, H, D], after RoPE.
 
@@ -29,9 +31,10 @@ def sparse_attention(
     Window keys: window uint8 [R, D + D/32] (`pack_window_rows`); window_rows int [N, W], rows of it, -1 for
     none. sink fp32 [H] adds exp(sink) to the denominator and is not scaled. A query with no key at all gives
     zeros. With `rope` = (cos, sin) fp32 [N, R/2] (`rope_table`) q comes before its RoPE and o leaves after
-    the
-    inverse. Raises PageRangeError (CPU; on a GPU with CEDAR_CHECK_INDICES=1, else clamped there) naming seq,
-    entries, page_table or window_rows when one points outside.
+    the inverse. `wide` holds the same keys expanded: entries [S, E, D], E beyond every one that is named, and
+    window [R, D]. It is read where there is a kernel for it, and on the CPU. Raises PageRangeError (CPU; on a
+    GPU with CEDAR_CHECK_INDICES=1, else clamped there) naming seq, entries, page_table or window_rows when
+    one points outside.
     """
     c = Contract("sparse_attention")
     c.expect("q", q, "N H D", torch.bfloat16)
@@ -44,8 +47,12 @@ def sparse_attention(
         c.expect("rope cos", rope[0], "N F", torch.float32)
         c.expect("rope sin", rope[1], "N F", torch.float32)
         c.require("rope cos", 2 * c.dims["F"] <= c.dims["D"], "turns more channels than q has")
+    if wide is not None:
+        c.expect("wide.window", wide.window, "R D", torch.float16)
+        c.require("wide.window", wide.window.is_contiguous(), "must be contiguous")
     if entries is None or entries.shape[-1] == 0:
-        return _attend(q, None, (), None, None, None, window, window_rows, sink, rope)
+        wide = None if wide is None else wide._replace(entries=None)
+        return _attend(q, None, (), None, None, None, window, window_rows, sink, rope, wide)
     if pages is None or page_table is None or seq is None or payload_plane is None or scale_plane is None:
         raise c.refusal("entries", "needs pages, payload_plane, scale_plane, page_table and seq beside it")
     c.expect("pages", pages, "P B", torch.uint8)
@@ -54,8 +61,13 @@ def sparse_attention(
     c.expect("entries", entries, "N K", torch.int32)
     check_plane(c, "payload_plane", payload_plane, row_bytes=c.dims["D"] // 2)
     check_plane(c, "scale_plane", scale_plane, row_bytes=c.dims["D"] // 16, rows=payload_plane.rows)
+    if wide is not None:
+        if wide.entries is None:
+            raise c.refusal("wide.entries", "must be given where there are entries")
+        c.expect("wide.entries", wide.entries, "S E D", torch.float16)
+        c.require("wide.entries", wide.entries.is_contiguous(), "must be contiguous")
     planes = (payload_plane, scale_plane)
-    return _attend(q, pages, planes, page_table, seq, entries, window, window_rows, sink, rope)
+    return _attend(q, pages, planes, page_table, seq, entries, window, window_rows, sink, rope, wide)
 
 
 def _attend(
@@ -69,6 +81,7 @@ def _attend(
     window_rows: torch.Tensor,
     sink: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None,
+    wide: WideKeys | None,
 ) -> torch.Tensor:
     """The kernel on a GPU (head dims of a power of two, 32 or more), else the reference, checked already."""
     width = q.shape[2]
@@ -79,13 +92,16 @@ def _attend(
             paging_ref.check_range("window_rows", window_rows, -1, window.shape[0])
             if pages is not None and page_table is not None and seq is not None and entries is not None:
                 paging_ref.check_range("seq", seq, 0, page_table.shape[0])
-                paging_ref.check_range("entries", entries, -1, page_table.shape[1] * planes[0].rows)
+                room = page_table.shape[1] * planes[0].rows
+                if wide is not None and wide.entries is not None:
+                    room = wide.entries.shape[1]
+                paging_ref.check_range("entries", entries, -1, room)
         return sparse_attention_triton.sparse_attention(
-            q, pages, planes, page_table, seq, entries, window.contiguous(), window_rows, sink, rope
+            q, pages, planes, page_table, seq, entries, window.contiguous(), window_rows, sink, rope, wide
         )
     if rope is not None:
         q = rope_ref.turn(q, *rope)
     o = sparse_attention_ref.sparse_attention(
-        q, pages, planes, page_table, seq, entries, window, window_rows, sink
+        q, pages, planes, page_table, seq, entries, window, window_rows, sink, wide
     )
     return o if rope is None else rope_ref.turn(o, rope[0], -rope[1])

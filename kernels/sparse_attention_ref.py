@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cedar.kernels import fp4_ref, fp8_ref, paging_ref
+from cedar.kernels import fp4_ref, fp8_ref, paging_ref, wide_keys_ref
 
 BLOCK_ELEMENTS = 1 << 22  # float64 key channels [tokens, keys, D] held at a time
 
@@ -39,6 +39,19 @@ def window_keys(window: torch.Tensor, rows: torch.Tensor, width: int) -> torch.T
     return fp8_ref.unpack_rows(window[rows], width)
 
 
+def wide_entries(wide: torch.Tensor, seq: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """float64 [N, K, D] of entries [N, K] of wide fp16 [S, E, D]; whatever some row holds at pads."""
+    seq = paging_ref.bounded("seq", seq, wide.shape[0]).to(torch.int64)
+    entries = paging_ref.bounded("entries", entries.clamp_min(0), wide.shape[1]).to(torch.int64)
+    return wide_keys_ref.values(wide[seq.unsqueeze(1), entries])
+
+
+def wide_window(wide: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """float64 [N, W, D] of rows [N, W] of wide fp16 [R, D], R > 0; whatever some row holds at pads."""
+    rows = paging_ref.bounded("window_rows", rows.clamp_min(0), wide.shape[0]).to(torch.int64)
+    return wide_keys_ref.values(wide[rows])
+
+
 def sparse_attention(
     q: torch.Tensor,
     pages: torch.Tensor | None,
@@ -49,8 +62,11 @@ def sparse_attention(
     window: torch.Tensor,
     window_rows: torch.Tensor,
     sink: torch.Tensor,
+    wide: tuple[torch.Tensor | None, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """bf16 [N, H, D] before the inverse RoPE; entries None means no global keys."""
+    """bf16 [N, H, D] before the inverse RoPE; entries None means no global keys. wide = (entries, window), as
+    `wide_keys.WideKeys`: what is read in place of the packed keys.
+    """
     if window.shape[0] == 0:
         paging_ref.check_range("window_rows", window_rows, -1, 0)
         window_rows = window_rows[:, :0]
@@ -62,10 +78,16 @@ def sparse_attention(
         part = slice(start, start + step)
         keys, indices = [], []
         if entries is not None and pages is not None and page_table is not None and seq is not None:
-            keys.append(global_keys(pages, planes, page_table, seq[part], entries[part]))
+            if wide is not None and wide[0] is not None:
+                keys.append(wide_entries(wide[0], seq[part], entries[part]))
+            else:
+                keys.append(global_keys(pages, planes, page_table, seq[part], entries[part]))
             indices.append(entries[part])
         if window_rows.shape[1]:
-            keys.append(window_keys(window, window_rows[part], q.shape[2]))
+            if wide is not None:
+                keys.append(wide_window(wide[1], window_rows[part]))
+            else:
+                keys.append(window_keys(window, window_rows[part], q.shape[2]))
             indices.append(window_rows[part])
         if not keys:
             return out.zero_()

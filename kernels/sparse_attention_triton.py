@@ -2,8 +2,9 @@
 """Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
 one pass (spec §3).
 
-On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, where queries are few or heads have
-128 channels `sparse_attention_few_hopper`; here are the kernel for every other shape and the choice. Page and
+On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, for a chunk whose keys are expanded
+already `sparse_attention_wide_hopper`, where queries are few or heads have 128 channels
+`sparse_attention_few_hopper`; here are the kernel for every other shape and the choice. Page and
 row numbers outside what they index are clamped, so nothing out of bounds is read.
 """
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, bf16_round, e2m1, to_bf16
+from cedar.kernels.wide_keys import Shape, WideKeys, attends_wide
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132
@@ -154,6 +156,7 @@ def sparse_attention(
     window_rows: torch.Tensor,
     sink: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    wide: WideKeys | None = None,
     *,
     splits: int | None = None,
     few: bool | None = None,
@@ -177,6 +180,8 @@ def sparse_attention(
     cos, sin = (part.contiguous() for part in rope) if rope is not None else (sink, sink)
     if pages is None or page_table is None or not (pages.shape[0] and page_table.numel()):
         count = 0  # nothing to point at: every entry must be -1
+    if wide is not None and wide.entries is not None and not wide.entries.shape[1]:
+        count = 0
     if count and entries is not None and pages is not None and page_table is not None and seq is not None:
         sources = (pages, page_table.contiguous(), seq.contiguous(), entries.contiguous())
         limits = (pages.shape[0], page_table.shape[0], page_table.shape[1])
@@ -195,6 +200,15 @@ def sparse_attention(
     if q.is_cuda and hopper(q.device.index or 0):
         small = few_parts(tokens, heads, width, count, rows.shape[1], half_rope) if few is not False else None
         large = heads == 64 and width == 512 and 0 < rows.shape[1] <= 128 and half_rope <= 256
+        shape = Shape(heads, width, rows.shape[1], half_rope)
+        if wide is not None and wide.window.shape[0] and attends_wide(q, shape):
+            from cedar.kernels.sparse_attention_wide_hopper import attend_wide
+
+            return attend_wide(
+                q, cos if half_rope else None, sin if half_rope else None,
+                wide.entries if count else None, sources[2] if count else None, sources[3] if count else None,
+                wide.window, rows, sink, out,
+            )  # fmt: skip
         if small is not None and (few or not large or tokens <= FEW):
             _attend_few(given, small, sizes, place, scale, half_rope)
             return out

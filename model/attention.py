@@ -11,9 +11,10 @@ import torch
 from cedar.kernels.grouped_output import grouped_output
 from cedar.kernels.latents import norm_latents
 from cedar.kernels.sparse_attention import sparse_attention
+from cedar.kernels.wide_keys import Shape, WideKeys, expands
 from cedar.model.dense import Dense, Rows
 from cedar.model.sources import Compressor, Indexer, Selection, SourcePages
-from cedar.model.step import Step
+from cedar.model.step import Step, WindowPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -40,6 +41,7 @@ class Attention:
     def __call__(self, x: Rows, step: Step, selection: Selection, *, produce: bool) -> torch.Tensor:
         """bf16 [N, d] of normed rows x [N, d]; `produce` False when the entries exist already."""
         window = step.open_window(self.layer)
+        wide = self._wide_window(step, window)
         query = Rows(
             *norm_latents(
                 self.latents(x),
@@ -51,6 +53,7 @@ class Attention:
                 window.places,
                 self._query_orders(step.rows),
                 window.staging,
+                wide,
             )
         )
         q = self.wq_b(query).view(step.rows, self.heads, -1)
@@ -58,7 +61,7 @@ class Attention:
             self.compressor.produce(x.plain, step)
         if self.indexer is not None:
             self.indexer.select(x.plain, query, step, selection)
-        o = self._attend(q, step, selection, window.buffer)
+        o = self._attend(q, step, selection, window.buffer, self._wide_keys(step, wide))
         step.close_window(self.layer, window.buffer)
         o = o.view(step.rows, self.groups, -1)
         return self.wo_b(grouped_output(o, self.wo_a, self.wo_b.orders(step.rows)))
@@ -70,13 +73,37 @@ class Attention:
             wanted += self.indexer.wq.orders(rows)
         return tuple(dict.fromkeys(wanted))
 
+    def _wide_window(self, step: Step, window: WindowPlan) -> torch.Tensor | None:
+        """Room for the window's rows expanded, fp16 [R, D], where that and expanding the entries pays."""
+        if not step.may_expand:
+            return None
+        source, width = self.pages, self.kv_norm.shape[0]
+        shape = Shape(self.heads, width, step.window, self.freqs.shape[0])
+        entries, layers = (0, 1) if source is None else (step.all_visible(source.ratio), source.layers)
+        if not expands(step.memory.pages, shape, rows=step.rows, entries=entries, layers=layers):
+            return None
+        return torch.empty(window.buffer.shape[0], width, dtype=torch.float16, device=step.device)
+
+    def _wide_keys(self, step: Step, window: torch.Tensor | None) -> WideKeys | None:
+        """The layer's keys expanded, when its entries of this step are written and `window` is filled."""
+        if window is None:
+            return None
+        source = self.pages
+        return WideKeys(None if source is None else step.wide_entries(source.planes, source.ratio), window)
+
     def _attend(
-        self, q: torch.Tensor, step: Step, selection: Selection, window: torch.Tensor
+        self,
+        q: torch.Tensor,
+        step: Step,
+        selection: Selection,
+        window: torch.Tensor,
+        wide: WideKeys | None,
     ) -> torch.Tensor:
         """o bf16 [N, H, D] after its inverse RoPE, of q before its RoPE."""
         rows, rope = step.window_rows(self.in_decoder), step.rope(self.freqs)
         if self.pages is None:
-            return sparse_attention(q, None, None, None, None, None, None, window, rows, self.sink, rope)
+            none = (None, None, None, None, None, None)
+            return sparse_attention(q, *none, window, rows, self.sink, rope, wide)
         planes = self.pages.planes
         return sparse_attention(
             q,
@@ -90,4 +117,5 @@ class Attention:
             rows,
             self.sink,
             rope,
+            wide,
         )

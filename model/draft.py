@@ -203,6 +203,11 @@ class BlockStep(Step):
         """None: a decoded token is never inside an image."""
         return None
 
+    @property
+    def may_expand(self) -> bool:
+        """False: made by shapes alone, for a graph."""
+        return False
+
     def open_window(self, layer: int) -> WindowPlan:
         """`rings of the S sequences | the block's rows`, and which are the block's."""
         ring = self.memory.draft_rings[self._fields[SLOT], layer - self._first_stage].flatten(0, 1)

@@ -31,16 +31,17 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class SourcePages:
-    """Where one key/value source's rows lie in a page."""
+    """Where one key/value source's rows lie in a page, and how many layers read them."""
 
     ratio: int
     planes: EntryPlanes
+    layers: int
 
     @classmethod
-    def of(cls, source: page_layout.SourceLayout) -> SourcePages:
+    def of(cls, source: page_layout.SourceLayout, layers: int) -> SourcePages:
         """From the page layout."""
         planes = (Plane(plane.offset, plane.row_bytes, plane.rows) for plane in source.planes)
-        return cls(ratio=source.ratio, planes=EntryPlanes(*planes))
+        return cls(ratio=source.ratio, planes=EntryPlanes(*planes), layers=layers)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -62,6 +63,7 @@ class Compressor:
 
     def produce(self, x: torch.Tensor, step: Step) -> None:
         """Write the entries that rows x bf16 [N, d] complete to their pages, the rest to the tails."""
+        step.drop_wide_entries()
         groups = step.groups(self.pages.ratio)
         members = self._members(x, step, groups)
         if not groups.closes:

@@ -8,6 +8,10 @@ Window rows. With one row a sequence (decode) a row is written to its ring slot 
 replaces position i-W, which nothing reads any more. A longer chunk would overwrite slots that its own
 earlier rows need, so it reads a staging buffer, `rings of the S sequences | the chunk's rows`; the rings
 are written when the buffer has taken what they held.
+
+Wide entries. Layers that share a source of keys read the same entries, each for many queries. Where that pays
+(`kernels.wide_keys`), a chunk expands all that its rows may see, once, when the first of those layers asks,
+and holds them until the next source produces.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from cedar.kernels.compress import EntryPlanes
 from cedar.kernels.latents import Staging
 from cedar.kernels.rope import rope_table
+from cedar.kernels.wide_keys import expand_entries
 from cedar.model.config import ModelConfig
 from cedar.model.state import KVMemory, SequenceState
 
@@ -64,6 +70,8 @@ class WindowPlan(NamedTuple):
 
 class Step:
     """Rows of one forward call and their addresses; N rows, S sequences, on the memory's device."""
+
+    _wide: tuple[EntryPlanes, torch.Tensor] | None = None
 
     def __init__(self, memory: KVMemory, config: ModelConfig, spans: Sequence[Span]) -> None:
         self.memory = memory
@@ -142,6 +150,42 @@ class Step:
     def most_visible(self, ratio: int) -> int:
         """The greatest `visible`, known without asking the device."""
         return max(end for _, _, end in self.spans) // ratio
+
+    @property
+    def window(self) -> int:
+        """Positions that a row reads window keys of."""
+        return self._window
+
+    @property
+    def may_expand(self) -> bool:
+        """Whether keys may be expanded once for all rows: in a chunk, never in what a CUDA graph holds."""
+        return not self.direct
+
+    def all_visible(self, ratio: int) -> int:
+        """Entries of a source of this ratio in `wide_entries`, of all sequences together."""
+        return len(self.spans) * self.most_visible(ratio)
+
+    def wide_entries(self, planes: EntryPlanes, ratio: int) -> torch.Tensor:
+        """fp16 [S, E, D], every entry of a source that a row may read, expanded (`expand_entries`).
+
+        Made when first asked for after the source's entries of this step were written, and kept for the
+        layers that share them.
+        """
+        if self._wide is None or self._wide[0] != planes:
+            self.drop_wide_entries()
+            made = expand_entries(
+                self.memory.pages,
+                planes.main_payload,
+                planes.main_scales,
+                self.page_table,
+                self.most_visible(ratio),
+            )
+            self._wide = (planes, made)
+        return self._wide[1]
+
+    def drop_wide_entries(self) -> None:
+        """A source is about to write entries: those of the source before have been read."""
+        self._wide = None
 
     def groups(self, ratio: int) -> GroupPlan:
         """The groups of a source of this ratio that this step closes and may write."""

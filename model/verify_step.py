@@ -131,6 +131,11 @@ class VerifyStep(Step):
         """The most entries that a row may see at `tokens` tokens."""
         return self._tokens // ratio
 
+    @property
+    def may_expand(self) -> bool:
+        """False: made by shapes alone, for a graph."""
+        return False
+
     def open_window(self, layer: int) -> WindowPlan:
         """As `Step.open_window`: the step's rows go behind the rings."""
         return WindowPlan(self.memory.ring_storage.flatten(0, 2)[layer * self._window :], self._own_places)

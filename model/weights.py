@@ -18,7 +18,7 @@ from cedar.model.dense import Dense, ExpansionBudget, Experts, Plain
 from cedar.model.engram import EngramLayer
 from cedar.model.moe import MixtureOfExperts
 from cedar.model.residual import StreamMix
-from cedar.model.schedule import LayerMode, LayerPlan
+from cedar.model.schedule import LayerMode, LayerPlan, layer_plan
 from cedar.model.sources import Compressor, Indexer, SourcePages
 from cedar.model.tensors import TensorSpec
 
@@ -144,7 +144,8 @@ class LayerBuilder:
         config = self._config
         pages = None
         if plan.kv_source is not None:
-            pages = SourcePages.of(self._layout.source(plan.kv_source))
+            source = self._layout.source(plan.kv_source)
+            pages = SourcePages.of(source, sum(p.kv_source == plan.kv_source for p in layer_plan(config)))
         freqs = self._plain_freqs if pages is None else self._source_freqs
         wo_a = expand_fp8_blocks(
             self.take(f"{prefix}wo_a.weight"), self.take(f"{prefix}wo_a.scale"), torch.bfloat16

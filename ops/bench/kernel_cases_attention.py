@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref
+from cedar.kernels import fp4_ref, fp8_ref, index_scores_ref, paging_ref, select_ref, wide_keys_ref
 from cedar.kernels.index_scores_triton import scores as score_kernel
 from cedar.kernels.paging import Plane
 from cedar.kernels.select_triton import candidate_blocks, keep_blocks, top_k
 from cedar.kernels.sparse_attention_triton import sparse_attention
+from cedar.kernels.sparse_attention_wide_hopper import attend_wide
 from cedar.ops.bench.kernel_timing import Case, relative_error
 
 PAGE_BYTES, ROWS = 227_840, 256  # the flash page; layer 20's planes (ratio 1)
@@ -133,6 +135,34 @@ def attention_case(
     return copies, picks, case
 
 
+def wide_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`attend_wide`'s arguments of `attention_args`': every key as fp16 times 2^-7."""
+    q, pages, planes, table, seq, entries, window, rows, sink, (cos, sin) = args
+    far = wide_keys_ref.expand_entries(pages, planes, table, table.shape[1] * ROWS)
+    near = wide_keys_ref.expand_window(window, 512)
+    return q, cos, sin, far, seq, entries, near, rows, sink, torch.empty_like(q)
+
+
+def wide_case(tokens: int, pages: torch.Tensor) -> Case:
+    """A chunk's queries of one sequence on keys that were expanded before; bytes and operations are those of
+    the same work on packed keys.
+    """
+    packed, case = attention_case(tokens, tokens, pages)[::2]
+    copies = [wide_args(args) for args in packed]
+    picks = torch.randperm(tokens, device="cuda")[:64]
+
+    def check() -> float:
+        copies[0][-1].fill_(torch.nan)
+        return relative_error(attend_wide(*copies[0])[picks], attention_truth(packed[0], picks))
+
+    return replace(
+        case,
+        operation="sparse attention, keys expanded once",
+        runs=[partial(attend_wide, *args) for args in copies[1:]],
+        check=check,
+    )
+
+
 def attention_bytes(tokens: int, queries: int, entry: int, near: int) -> float:
     """Bytes moved: 512 entries a query, 128 window rows a sequence, q and o, indices."""
     return tokens * (512 * entry + 131_072 + 2_560) + max(1, tokens // queries) * 128 * near
@@ -143,6 +173,7 @@ def attention_cases() -> Iterator[Case]:
     pages = random_pages(2048)
     for tokens, queries in ATTENTION_SHAPES:
         yield attention_case(tokens, queries, pages)[2]
+    yield wide_case(4096, pages)
 
 
 def score_args(

@@ -20,15 +20,20 @@ from cedar.kernels import (
     prepared_ref,
     rope_ref,
     router_ref,
+    wide_keys_ref,
 )
 from cedar.kernels.compress_triton import pack_fp4, write_entries, write_window
 from cedar.kernels.engram_gate_triton import engram_gate
 from cedar.kernels.experts_triton import grouped_experts
+from cedar.kernels.latents import Staging
+from cedar.kernels.latents_triton import norm_latents
 from cedar.kernels.linear_triton import grouped_output, linear_fp8
 from cedar.kernels.mhc_triton import boundary, mix, sublayer
+from cedar.kernels.paging import Plane
 from cedar.kernels.prepared import CODES
 from cedar.kernels.router_triton import route
-from cedar.ops.bench.kernel_cases_attention import rope_table
+from cedar.kernels.wide_keys_triton import expand_entries
+from cedar.ops.bench.kernel_cases_attention import random_pages, random_table, rope_table
 from cedar.ops.bench.kernel_timing import Case, relative_error
 
 WIDTH, INNER, EXPERTS, CHOSEN, LIMIT = 5120, 2304, 384, 6, 10.0
@@ -216,6 +221,7 @@ def cache_cases() -> Iterator[Case]:
             check=check_window,
             target="one launch",
         )
+    yield from chunk_cases()
     for tokens in (64, 8192):
         x = torch.randn(tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
         yield Case(
@@ -224,6 +230,58 @@ def cache_cases() -> Iterator[Case]:
             runs=[partial(pack_fp4, x, False)],
             bytes=tokens * 32 * (256 + 68.0),
             check=partial(_pack_error, x),
+        )
+
+
+def chunk_cases() -> Iterator[Case]:
+    """Keys expanded once for a chunk, of layer 2's planes in Flash's pages: entries, and window keys beside
+    norms and rows.
+    """
+    count, lines = 65_536, 128
+    planes = Plane(0, 256, lines), Plane(32_768, 32, lines)
+    pages = random_pages(1024)
+    pages[:, 32_768:36_864] = torch.randint(0x28, 0x40, (1024, 4096), dtype=torch.uint8, device="cuda")
+    tables = [random_table(1, count // lines, 1024) for _ in range(2)]
+
+    def check_entries() -> float:
+        call = (pages, planes, tables[0], count - 77)
+        return float((expand_entries(*call) != wide_keys_ref.expand_entries(*call)).any(2).sum())
+
+    yield Case(
+        operation="expand entries",
+        shape=f"{count} entries",
+        runs=[partial(expand_entries, pages, planes, table, count) for table in tables],
+        bytes=count * (288 + 1024.0),
+        check=check_entries,
+    )
+    tokens, window = 4096, 128
+    latents = torch.randn(tokens, 1792, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(width, device="cuda").to(torch.bfloat16) for width in (1280, 512)]
+    rope = rope_table(torch.arange(tokens, device="cuda"))
+    rings = fp8_ref.pack_rows(torch.randn(window, 512, device="cuda", dtype=torch.bfloat16))
+    buffer = torch.empty(window + tokens, 528, dtype=torch.uint8, device="cuda")
+    numbers = torch.arange(window + tokens, device="cuda")
+    targets = torch.where(numbers[:tokens] < tokens - window, -1, numbers[:tokens] % window)
+    staging = Staging(rings, numbers[:window] * 0 - 1, targets, numbers[:tokens] % window)
+    given: tuple[Any, ...] = (latents, *weights, rope, 1e-20, buffer, numbers[window:], (CODES,), staging)
+    for wide in (None, torch.empty(window + tokens, 512, dtype=torch.float16, device="cuda")):
+        call = (*given, wide)
+
+        def check_latents(wide: torch.Tensor | None = wide, call: tuple[Any, ...] = call) -> float:
+            query, _ = norm_latents(*call)
+            truth = norm_ref.rms_norm(latents[:, :1280], weights[0], 1e-20)
+            wrong = float((query != truth).any(1).sum())
+            if wide is not None:
+                wrong += float((wide != wide_keys_ref.expand_window(buffer, 512)).any(1).sum())
+            return wrong
+
+        yield Case(
+            operation="latents of a chunk" + ("" if wide is None else ", window keys expanded too"),
+            shape=f"{tokens} tokens",
+            runs=[partial(norm_latents, *call)],
+            bytes=tokens * (3584 + 2560 + 1320 + 256 + 528 + (0 if wide is None else 1024.0)),
+            check=check_latents,
+            target="one launch",
         )
 
 

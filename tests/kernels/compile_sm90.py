@@ -47,7 +47,9 @@ from cedar.kernels import (
     select_slices_triton,
     sparse_attention_few_hopper,
     sparse_attention_hopper,
+    sparse_attention_wide_hopper,
     weights_hopper,
+    wide_keys_triton,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -93,6 +95,19 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "PRODUCE_REGISTERS": sparse_attention_hopper.PRODUCE_REGISTERS,
         },
         {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
+        4,
+    ),
+    (
+        sparse_attention_wide_hopper.attend_expanded,
+        {
+            "TILES": 8,
+            "NAMES": 512,
+            "NEAR": 2,
+            "HALF_ROPE": 32,
+            "WEIGH_REGISTERS": sparse_attention_wide_hopper.WEIGH_REGISTERS,
+            "FETCH_REGISTERS": sparse_attention_wide_hopper.FETCH_REGISTERS,
+        },
+        {"q_ptr": "*bf16", "out_ptr": "*bf16", "wide_ptr": "*fp16", "window_ptr": "*fp16"},
         4,
     ),
     (
@@ -442,6 +457,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "FIRST": 1,
             "SECOND": 8,
             "STAGED": True,
+            "WIDE": True,
             "ROW_BLOCK": 1024,
             "OVERLAPS": True,
         },
@@ -450,6 +466,20 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             **dict.fromkeys(("place_ptr", "source_ptr", "target_ptr", "saved_ptr"), "*i64"),
             **dict.fromkeys(("second_ptr", "second_scale_ptr"), "*u8"),
         },
+        4,
+    ),
+    (
+        wide_keys_triton.expand,
+        {
+            "PAGE": 227_840,
+            "PAYLOAD": 0,
+            "SCALES": 32_768,
+            "LINES": 128,
+            "WORDS": 64,
+            "R": 16,
+            "OVERLAPS": True,
+        },
+        {"word_ptr": "*i32", "byte_ptr": "*u8"},
         4,
     ),
     (

@@ -43,6 +43,13 @@ def test_a_reuse_layer_in_prefill(tokens: int) -> None:
     assert len(launched()["prefill", tokens]) == 15
 
 
+def test_keys_are_expanded_for_chunks_alone() -> None:
+    """By the layer before, of those who share a source: a Reuse layer finds entries expanded."""
+    assert all("expand" not in names for names in launched().values())
+    for (case, size), names in launched().items():
+        assert ("attend_expanded" in names) == (case == "prefill" and size >= 256)
+
+
 @pytest.mark.parametrize("case", [("decode", 100), ("decode", 128), ("prefill", 128)])
 def test_between_few_and_many(case: tuple[str, int]) -> None:
     """From 65 to 128 rows kernels for many tokens are faster than fewer launches (docs/performance.md)."""

@@ -142,6 +142,7 @@ def prefill(of: Any, net: Any, tokens: int) -> None:
     residual = Residual(streams, torch.empty(tokens, 4))
     selection = Selection(entries=torch.zeros(tokens, 512, dtype=torch.int32))
     _twice(of, residual, step, selection)
+    assert (step._wide is not None) == ("attend_expanded" in LAUNCHED)
 
 
 def decode(of: Any, net: Any, batch: int) -> None:
