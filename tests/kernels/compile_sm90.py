@@ -119,7 +119,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         index_scores_fp8_triton.score_one,
-        {**INDEX, "BLOCKS": True, "STAGES": 3},
+        {**INDEX, "BLOCKS": True},
         {"weight_ptr": "*fp32", "out_ptr": "*fp32", "best_ptr": "*fp32"},
         4,
     ),
@@ -517,7 +517,7 @@ def held_once(ttgir: str) -> bool:
     """Whether every tensor that threads count together (`tally`) has each of its elements in one thread."""
     layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir))
     found = re.findall(
-        r"barrier\.red.* : tensor<(\d+)xi32, (?:#ttg\.slice<\{dim = (\d), parent = )?(#\w+)", ttgir
+        r"(?:barrier\.red|redux).* : tensor<(\d+)xi32, (?:#ttg\.slice<\{dim = (\d), parent = )?(#\w+)", ttgir
     )
     for size, dim, name in found:
         parts = re.findall(r"\w+ = \[([\d, ]+)\]", layouts[name])[:3]  # a thread's, a warp's, all warps'
