@@ -139,6 +139,17 @@ def test_top_k_of_many_short_rows(count: int) -> None:
     assert torch.equal(got.cpu(), want)
 
 
+def test_top_k_of_many_long_rows() -> None:
+    """Eight keys a thread in the last choice."""
+    from cedar.kernels import select_many_triton
+    from cedar.kernels.select import top_k
+
+    assert select_many_triton.fits(1500, 1_000_000)
+    scores = torch.randn(17, 1_000_000, generator=torch.Generator().manual_seed(1))
+    scores[::3] = (scores[::3] * 64).round()
+    assert torch.equal(top_k(scores.cuda(), 1500).cpu(), top_k(scores, 1500))
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("rows", "width"), [(256, 5003), (64, 1500), (128, 130), (256, 200_000)])
 def test_index_scores_of_scales_far_apart(rows: int, width: int, tokens: int) -> None:

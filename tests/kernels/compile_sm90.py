@@ -410,6 +410,12 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         )
         for aligned in (False, True)
     ),
+    (
+        select_slices_triton.slice_collect,
+        {"CHUNKS": 1, "BEST": 4096, "LIMIT": 4096, "MODE": 1},
+        {"key_ptr": "*i32"},
+        32,
+    ),
     *(
         (
             select_many_triton.guess_bound,
