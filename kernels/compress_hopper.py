@@ -438,20 +438,20 @@ def entries(
     barrier()  # or these loads would come last
     row8 = gl.program_id(0) * 16 + gl.arange(0, 8, layout=gl.SliceLayout(1, GROUP))
     column = gl.arange(0, M * D, layout=gl.SliceLayout(0, GROUP))[None, :]
-    at = gl.minimum(row8, count - 1).to(gl.int64)[:, None] * (M * D) + column  # a mask would clear registers
-    kv = gl.load(kv_ptr + at)
+    at = row8.to(gl.int64)[:, None] * (M * D) + column
+    later = (row8 + 8 < count)[:, None] & (at >= 0)
+    first = gl.minimum(row8, count - 1).to(gl.int64)[:, None] * (M * D) + column  # a mask clears registers
+    kv = gl.load(kv_ptr + first)
     if M == 2:
-        gate = gl.load(gate_ptr + at)
+        gate = gl.load(gate_ptr + first)
     keep_order()
     start0, line0, here0 = places(entry0, seq0, table_ptr, sequences, table_width, page_count, ROWS, PAGE)
     start1, line1, here1 = places(entry1, seq1, table_ptr, sequences, table_width, page_count, ROWS, PAGE)
     cos, sin = turns(cos_ptr, sin_ptr, row, row < count, 8, HALF_ROPE, SLAB)
     x = pooled(kv, gate) if M == 2 else kv.to(gl.float32)
-    at = (row8 + 8).to(gl.int64)[:, None] * (M * D) + column
-    later = (row8 + 8 < count)[:, None] & (at >= 0)
-    kv = gl.load(kv_ptr + at, mask=later)  # into the registers that pooling has freed
+    kv = gl.load(kv_ptr + at + 8 * M * D, mask=later)  # into the registers that pooling has freed
     if M == 2:
-        gate = gl.load(gate_ptr + at, mask=later)
+        gate = gl.load(gate_ptr + at + 8 * M * D, mask=later)
     keep_order()
     x0, x1, x2, x3 = latents(x, w0, w1, w2, w3, eps)
     lat0_s.slice(0, 8, dim=0).store(half(x0))
