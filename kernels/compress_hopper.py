@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The compressor on Hopper, one launch: a warp takes two groups, one after another, their 512 channels four
-neighbours a thread; the second's rows come to shared memory meanwhile.
+neighbours a thread; the second's rows come to the registers that the first's have left.
 
-Same bytes as `compress_triton._entries`, in a fraction of its instructions: quotients by a reciprocal and its
-remainders, norms in fp32 (the product of two bf16 values is exact, the scale comes in two parts, one fused
-rounding), FP4 codes by integer rounding, the index key on wgmma with its weights on the way from the start.
+Same bytes as `compress_triton._entries` for finite values, in a fraction of its instructions: quotients by a
+reciprocal and its remainder, norms in fp32 (the product of two bf16 values is exact, the scale comes in two
+parts, one fused rounding), FP4 codes by rounding pairs of fp16, a scale a lane. The index key's products run
+on wgmma while entries are packed, their weights on the way before the launch before has ended.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait, half
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 WIDTH, KEY_WIDTH = 512, 128  # what the kernel is written for
 SLAB = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0], [4, 0]], [], [8, 128]
+        [[0, 1], [0, 2]],
+        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[1, 0], [2, 0], [4, 0]],
+        [],
+        [8, 128],
     )
 )
 LATENT = gl.constexpr(
@@ -47,7 +52,6 @@ PAIR = gl.constexpr(
         [8, 1024],
     )
 )
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]],
@@ -63,7 +67,7 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.jit
 def reciprocal(b):
-    """1 / b within an ulp, b in [1, 2]."""
+    """1 / b correctly rounded, b in [1, 2]."""
     r = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -88,11 +92,10 @@ def power(x):
 
 @gluon.jit
 def divided(a, r, b):
-    """a / b correctly rounded, r = reciprocal(b)."""
+    """a / b correctly rounded for b = 1 + a, r = reciprocal(b)."""
     return gl.inline_asm_elementwise(
         """{ .reg .f32 n, q, m;
-neg.f32 n, $3; mul.rn.f32 q, $1, $2; fma.rn.f32 m, n, q, $1; fma.rn.f32 q, m, $2, q;
-fma.rn.f32 m, n, q, $1; fma.rn.f32 $0, m, $2, q; }""",
+neg.f32 n, $3; mul.rn.f32 q, $1, $2; fma.rn.f32 m, n, q, $1; fma.rn.f32 $0, m, $2, q; }""",
         "=f,f,f,f",
         [a, r, b],
         dtype=gl.float32,
@@ -133,10 +136,9 @@ def pooled(kv, gate):
     less = power(gl.abs(g0 - g1))  # the greater one's is 1
     total = less + 1.0
     r = reciprocal(total)
-    most = divided(gl.full([8, 512], 1.0, gl.float32, LATENT), r, total)
     rest = divided(less, r, total)
     first = g0 >= g1
-    return half(v0 * gl.where(first, most, rest) + v1 * gl.where(first, rest, most)).to(gl.float32)
+    return half(v0 * gl.where(first, r, rest) + v1 * gl.where(first, rest, r)).to(gl.float32)
 
 
 @gluon.jit
@@ -144,6 +146,16 @@ def squares(x):
     """float64 sums of squares of rows."""
     wide = x.to(gl.float64)
     return gl.sum(wide * wide, axis=1)
+
+
+@gluon.jit
+def squares_of_four(x0, x1, x2, x3):
+    """float64 sums of squares of rows in four parts; a square of a bf16 value is exact."""
+    x0 = x0.to(gl.float64)
+    x1 = x1.to(gl.float64)
+    x2 = x2.to(gl.float64)
+    x3 = x3.to(gl.float64)
+    return gl.sum(gl.fma(x3, x3, gl.fma(x2, x2, gl.fma(x1, x1, x0 * x0))), axis=1)
 
 
 @gluon.jit
@@ -162,7 +174,26 @@ def normed(x, weight, high, low):
     fp64's.
     """
     p = x * weight.to(gl.float32)[None, :]
-    return half(gl.fma(p, gl.where(p == p, high[:, None], p), p * low[:, None])).to(gl.float32)
+    scaled = gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.rn.f32 t, $1, $3; fma.rn.f32 $0, $1, $2, t; }", "=f,f,f,f",
+        [p, high[:, None], low[:, None]], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return half(scaled).to(gl.float32)
+
+
+@gluon.jit
+def latents(x, w0, w1, w2, w3, eps):
+    """Groups' values [8, 512] normed, four slabs."""
+    x0, x1, x2, x3 = slabs(x)
+    factor = inverse_root(squares_of_four(x0, x1, x2, x3) * (1.0 / 512) + eps)
+    high = factor.to(gl.float32)
+    low = (factor - high.to(gl.float64)).to(gl.float32)
+    return (
+        normed(x0, w0, high, low),
+        normed(x1, w1, high, low),
+        normed(x2, w2, high, low),
+        normed(x3, w3, high, low),
+    )
 
 
 @gluon.jit
@@ -171,46 +202,116 @@ def near(x):
     return ((x.to(gl.int32, bitcast=True) + 0x200) & -1024).to(gl.float32, bitcast=True)
 
 
-@gluon.jit
-def codes(scaled, x):
-    """E2M1 codes of scaled, the sign taken of x: scaled·2^-126 rounded to its first mantissa bit, nearest
-    even.
-    """
-    bits = (gl.minimum(gl.abs(scaled), 6.0) * 1.1754943508222875e-38).to(gl.int32, bitcast=True)
-    code = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
-    return code | ((x.to(gl.int32, bitcast=True) >> 28) & 8)
+# Four values, times 2^-14, to four E2M1 codes: an fp16 below 2^-12 has their exponent, and its mantissa is
+# rounded to one bit, nearest even. A quotient of eight bits by four lies on a tie or 2^-9 of it away: fp16
+# keeps these apart, and returns to the tie what an inexact reciprocal put beside it. NaN counts as 6.
+_CODES = gl.constexpr("""{
+.reg .b32 u, v, a, b, s, t;
+cvt.rn.f16x2.f32 u, $2, $1;
+cvt.rn.f16x2.f32 v, $4, $3;
+abs.f16x2 a, u;
+abs.f16x2 b, v;
+min.f16x2 a, a, $5;
+min.f16x2 b, b, $5;
+shr.u32 s, a, 9;
+shr.u32 t, b, 9;
+and.b32 s, s, 0x00010001;
+and.b32 t, t, 0x00010001;
+add.u32 a, a, s;
+add.u32 b, b, t;
+add.u32 a, a, 0x00FF00FF;
+add.u32 b, b, 0x00FF00FF;
+lop3.b32 a, a, u, 0x80008000, 0xD8;
+lop3.b32 b, b, v, 0x80008000, 0xD8;
+prmt.b32 a, a, b, 0x7351;
+shr.u32 s, a, 1;
+shr.u32 t, a, 4;
+lop3.b32 a, s, t, 0x08080808, 0xD8;
+shr.u32 s, a, 12;
+lop3.b32 a, a, s, 0x0F0F0F0F, 0xE4;
+cvt.u16.u32 $0, a;
+}""")
 
 
 @gluon.jit
-def packed(code, ROWS: gl.constexpr):
-    """Bytes [ROWS, 64] of codes [ROWS, 128]."""
-    low, high = gl.split(gl.reshape(code, [ROWS, 64, 2]))
-    return (low | (high << 4)).to(gl.uint8)
-
-
-@gluon.jit
-def write_slab(x, payload, scales, mask, S: gl.constexpr):
-    """FP4 with E4M3 scales over 16: slab S of an entry at pointers [8]."""
-    L: gl.constexpr = x.type.layout
-    amax = gl.max(gl.reshape(gl.abs(x), [8, 8, 16]), axis=2)
-    scale = gl.minimum(near(gl.maximum(amax, 0.01171875) * 0.16666667163372040), 448.0).to(gl.float8e4nv)
-    inverse = 1.0 / scale.to(gl.float32)
-    parts = gl.reshape(x, [8, 8, 16])
-    B: gl.constexpr = parts.type.layout
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(2, B))
-    wide = gl.reshape(inverse[:, :, None] + gl.full([8, 8, 16], 0.0, gl.float32, B), [8, 128])
-    wide = gl.convert_layout(wide, L)
-    byte = packed(codes(near(x * wide), x), 8)
-    P: gl.constexpr = byte.type.layout
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, P))
-    at = gl.convert_layout(payload, gl.SliceLayout(1, P))[:, None] + (S * 64 + c)[None, :]
-    gl.store(at, byte, mask=gl.convert_layout(mask, gl.SliceLayout(1, P))[:, None])
-    Q: gl.constexpr = scale.type.layout
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, Q))
-    at = gl.convert_layout(scales, gl.SliceLayout(1, Q))[:, None] + (S * 8 + g)[None, :]
-    gl.store(
-        at, scale.to(gl.uint8, bitcast=True), mask=gl.convert_layout(mask, gl.SliceLayout(1, Q))[:, None]
+def codes(scaled):
+    """E2M1 codes [ROWS, n / 4], four of neighbours a word, of values times 2^-14 [ROWS, n / 4, 2, 2]."""
+    even, odd = gl.split(scaled)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    most = gl.full(x0.type.shape, 0x0E000E00, gl.int32, x0.type.layout)  # 6, twice
+    return gl.inline_asm_elementwise(
+        _CODES, "=h,f,f,f,f,r", [x0, x1, x2, x3, most], dtype=gl.int16, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def words(pointer):
+    """A pointer to bytes as one to words of 16 bits."""
+    return pointer.to(gl.pointer_type(gl.int16), bitcast=True)
+
+
+@gluon.jit
+def inverse_of(scale):
+    """2^-14 / scale within an ulp or two, scale normal."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 r; rcp.approx.ftz.f32 r, $1; mul.rn.f32 $0, r, 0f38800000; }", "=f,f", [scale],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def lanes_of(x):
+    """A slab [8, 128] as [8, 8 groups of 16, 4 lanes, 4]."""
+    return gl.reshape(x, [8, 8, 4, 4])
+
+
+@gluon.jit
+def greater(mine, others, LANES: gl.constexpr):
+    """The greater of `mine` and what the lane LANES further holds as `others`."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; shfl.sync.bfly.b32 t, $2, " + LANES + ", 31, -1; max.f32 $0, $1, t; }", "=f,f,f",
+        [mine, others], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write_scales(x0, x1, x2, x3, scales, mask):
+    """E4M3 scales over 16 of entries' four slabs, at pointers [8]; a group's four lanes make one slab's each.
+
+    Returns their inverses times 2^-14, as `write_codes` wants them.
+    """
+    a0 = gl.max(gl.abs(lanes_of(x0)), axis=3)
+    a1 = gl.max(gl.abs(lanes_of(x1)), axis=3)
+    a2 = gl.max(gl.abs(lanes_of(x2)), axis=3)
+    a3 = gl.max(gl.abs(lanes_of(x3)), axis=3)
+    L: gl.constexpr = a0.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    group = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    odd = lane % 2 == 1
+    even = greater(gl.where(odd, a1, a0), gl.where(odd, a0, a1), "1")
+    late = greater(gl.where(odd, a3, a2), gl.where(odd, a2, a3), "1")
+    amax = greater(gl.where(lane >= 2, late, even), gl.where(lane >= 2, even, late), "2")
+    scale = gl.minimum(near(gl.maximum(amax, 0.01171875) * 0.16666667163372040), 448.0).to(gl.float8e4nv)
+    at = gl.convert_layout(scales, ROW, assert_trivial=True)[:, None, None] + (lane * 8 + group)
+    here = gl.convert_layout(mask, ROW, assert_trivial=True)[:, None, None]
+    gl.store(at, scale.to(gl.uint8, bitcast=True), mask=here)
+    return inverse_of(scale.to(gl.float32))
+
+
+@gluon.jit
+def write_codes(x, inverse, payload, mask, S: gl.constexpr, LANE: gl.constexpr):
+    """FP4 of slab S of entries at pointers [8]; a group's lane LANE (S, for PTX) has its inverse scale."""
+    mine = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, " + LANE + ", 0x1C1F, -1;", "=f,f", [inverse],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    code = codes(gl.reshape(lanes_of(x) * mine[:, :, :, None], [8, 32, 2, 2]))
+    ROW: gl.constexpr = gl.SliceLayout(1, code.type.layout)
+    c = S * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, code.type.layout))
+    at = words(gl.convert_layout(payload, ROW, assert_trivial=True))[:, None] + c[None, :]
+    gl.store(at, code, mask=gl.convert_layout(mask, ROW, assert_trivial=True)[:, None])
 
 
 @gluon.jit
@@ -234,19 +335,31 @@ def turned(x, cos, sin, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def places(
-    entry_ptr, seq_ptr, table_ptr, row, count, sequences, table_width, page_count,
-    ROWS: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
-    """Where groups' entries go: their page's first byte, their line in it, and whether at all."""
+def named(entry_ptr, seq_ptr, row, count):
+    """Groups' entries and sequences; an entry of -1 is not written."""
     here = row < count
     entry = gl.load(entry_ptr + row, mask=here, other=-1).to(gl.int32)
-    sequence = gl.load(seq_ptr + row, mask=here, other=0).to(gl.int64)
-    here = here & (entry >= 0)
+    return entry, gl.load(seq_ptr + row, mask=here, other=0).to(gl.int64)
+
+
+@gluon.jit
+def places(
+    entry, sequence, table_ptr, sequences, table_width, page_count, ROWS: gl.constexpr, PAGE: gl.constexpr
+):
+    """Where groups' entries go: their page's first byte, their line in it, and whether at all."""
+    here = entry >= 0
     sequence = gl.minimum(gl.maximum(sequence, 0), sequences - 1)
     column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
     page = gl.load(table_ptr + sequence * table_width + column, mask=here, other=0).to(gl.int64)
     return gl.minimum(gl.maximum(page, 0), page_count - 1) * PAGE, gl.maximum(entry, 0) % ROWS, here
+
+
+@gluon.jit
+def keep_order():
+    """Keeps loads in front of it where they stand: the assembler would put them off until they are used."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -286,109 +399,116 @@ def entries(
     """Grid (ceil(count / 16)), 8 warps: 16 groups, a warp each; width 512, keys 128."""
     D: gl.constexpr = 512
     GROUP: gl.constexpr = PAIR if M == 2 else LATENT
-    lat_s = gl.allocate_shared_memory(gl.bfloat16, [16, 512], TILE)
-    key_s = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], TILE)
-    # The second groups' rows, then four blocks of key weights. Two, for the compiler puts a barrier between
-    # accesses to one.
-    late0_s = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], TILE)
-    late1_s = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], TILE)
-    kv_s = late0_s._reinterpret(gl.float32 if M == 2 else gl.bfloat16, [8, M * D], PLAIN)
-    gate_s = late1_s._reinterpret(gl.float32, [8, M * D], PLAIN)
-    bars = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(6):
-        mbarrier.init(bars.index(i), count=1)
+    # Pieces of their own, for the compiler puts a barrier between accesses to one. Six of eight blocks of key
+    # weights, which leaves room for a second program.
+    lat0_s = gl.allocate_shared_memory(gl.bfloat16, [16, 128], TILE)
+    lat1_s = gl.allocate_shared_memory(gl.bfloat16, [16, 128], TILE)
+    lat2_s = gl.allocate_shared_memory(gl.bfloat16, [16, 128], TILE)
+    lat3_s = gl.allocate_shared_memory(gl.bfloat16, [16, 128], TILE)
+    key0_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    key1_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    key2_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    key3_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    key4_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    key5_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    early = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    last = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(early, count=1)
+    mbarrier.init(last, count=1)
     fence_async_shared()
     barrier()
-    for i in gl.static_range(2):
-        mbarrier.expect(bars.index(i), 16384)
-        tma.async_copy_global_to_shared(key_desc, [0, i * 64], bars.index(i), key_s.index(i))
-    grid_wait()
-    grid_release()
-    row8 = gl.program_id(0) * 16 + gl.arange(0, 8, layout=gl.SliceLayout(1, GROUP))
-    at = row8.to(gl.int64)[:, None] * (M * D) + gl.arange(0, M * D, layout=gl.SliceLayout(0, GROUP))[None, :]
-    mask = (row8 < count)[:, None] & (at >= 0)
-    later = (row8 + 8 < count)[:, None] & (at >= 0)
-    kv = gl.load(kv_ptr + at, mask=mask, other=0.0)
-    if M == 2:
-        gate = gl.load(gate_ptr + at, mask=mask, other=0.0)
-    barrier()  # or these loads, which are used first, would come last
-    async_copy.async_copy_global_to_shared(kv_s, kv_ptr + at + 8 * M * D, mask=later)
-    if M == 2:
-        async_copy.async_copy_global_to_shared(gate_s, gate_ptr + at + 8 * M * D, mask=later)
-    async_copy.commit_group()
-    row = gl.program_id(0) * 16 + gl.arange(0, 8, layout=gl.SliceLayout(1, SLAB))
-    start0, line0, here0 = places(
-        entry_ptr, seq_ptr, table_ptr, row, count, sequences, table_width, page_count, ROWS, PAGE
-    )
-    start1, line1, here1 = places(
-        entry_ptr, seq_ptr, table_ptr, row + 8, count, sequences, table_width, page_count, ROWS, PAGE
-    )
+    mbarrier.expect(early, 65536)
+    tma.async_copy_global_to_shared(key_desc, [0, 0], early, key0_s)
+    tma.async_copy_global_to_shared(key_desc, [0, 64], early, key1_s)
+    tma.async_copy_global_to_shared(key_desc, [0, 128], early, key2_s)
+    tma.async_copy_global_to_shared(key_desc, [0, 192], early, key3_s)
+    mbarrier.expect(last, 32768)
+    tma.async_copy_global_to_shared(key_desc, [0, 256], last, key4_s)
+    tma.async_copy_global_to_shared(key_desc, [0, 320], last, key5_s)
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, SLAB))
     w0 = gl.load(norm_ptr + c)
     w1 = gl.load(norm_ptr + 128 + c)
     w2 = gl.load(norm_ptr + 256 + c)
     w3 = gl.load(norm_ptr + 384 + c)
-    for p in gl.static_range(2):
-        cos, sin = turns(cos_ptr, sin_ptr, row + p * 8, row + p * 8 < count, 8, HALF_ROPE, SLAB)
-        if p == 1:
-            async_copy.wait_group(0)
-            kv = kv_s.load(GROUP)
-            if M == 2:
-                gate = gate_s.load(GROUP)
-            barrier()
-            for i in gl.static_range(4):
-                mbarrier.expect(bars.index(2 + i), 16384)
-                tma.async_copy_global_to_shared(
-                    key_desc, [0, (2 + i) * 64], bars.index(2 + i),
-                    late0_s.index(i) if i < 2 else late1_s.index(i - 2),
-                )  # fmt: skip
-        x = pooled(kv, gate) if M == 2 else kv.to(gl.float32)
-        x0, x1, x2, x3 = slabs(x)
-        factor = inverse_root((squares(x0) + squares(x1) + squares(x2) + squares(x3)) / 512 + eps)
-        high = factor.to(gl.float32)
-        low = (factor - high.to(gl.float64)).to(gl.float32)
-        x0 = normed(x0, w0, high, low)
-        x1 = normed(x1, w1, high, low)
-        x2 = normed(x2, w2, high, low)
-        x3 = normed(x3, w3, high, low)
-        mine = lat_s.slice(p * 8, 8, dim=0)
-        mine.slice(0, 128, dim=1).store(half(x0))
-        mine.slice(128, 128, dim=1).store(half(x1))
-        mine.slice(256, 128, dim=1).store(half(x2))
-        mine.slice(384, 128, dim=1).store(half(x3))
-        start = start0 if p == 0 else start1
-        line = line0 if p == 0 else line1
-        here = here0 if p == 0 else here1
-        payload = pages_ptr + start + MAIN + line * (D // 2)
-        scales = pages_ptr + start + MAIN_SCALES + line * (D // 16)
-        write_slab(x0, payload, scales, here, 0)
-        write_slab(x1, payload, scales, here, 1)
-        write_slab(x2, payload, scales, here, 2)
-        write_slab(turned(x3, cos, sin, 8), payload, scales, here, 3)
+    grid_wait()
+    grid_release()
+    row = gl.program_id(0) * 16 + gl.arange(0, 8, layout=gl.SliceLayout(1, SLAB))
+    entry0, seq0 = named(entry_ptr, seq_ptr, row, count)
+    entry1, seq1 = named(entry_ptr, seq_ptr, row + 8, count)
+    barrier()  # or these loads would come last
+    row8 = gl.program_id(0) * 16 + gl.arange(0, 8, layout=gl.SliceLayout(1, GROUP))
+    column = gl.arange(0, M * D, layout=gl.SliceLayout(0, GROUP))[None, :]
+    at = row8.to(gl.int64)[:, None] * (M * D) + column
+    later = (row8 + 8 < count)[:, None] & (at >= 0)
+    first = gl.minimum(row8, count - 1).to(gl.int64)[:, None] * (M * D) + column  # a mask clears registers
+    kv = gl.load(kv_ptr + first)
+    if M == 2:
+        gate = gl.load(gate_ptr + first)
+    keep_order()
+    start0, line0, here0 = places(entry0, seq0, table_ptr, sequences, table_width, page_count, ROWS, PAGE)
+    start1, line1, here1 = places(entry1, seq1, table_ptr, sequences, table_width, page_count, ROWS, PAGE)
+    cos, sin = turns(cos_ptr, sin_ptr, row, row < count, 8, HALF_ROPE, SLAB)
+    x = pooled(kv, gate) if M == 2 else kv.to(gl.float32)
+    kv = gl.load(kv_ptr + at + 8 * M * D, mask=later)  # into the registers that pooling has freed
+    if M == 2:
+        gate = gl.load(gate_ptr + at + 8 * M * D, mask=later)
+    keep_order()
+    x0, x1, x2, x3 = latents(x, w0, w1, w2, w3, eps)
+    lat0_s.slice(0, 8, dim=0).store(half(x0))
+    lat1_s.slice(0, 8, dim=0).store(half(x1))
+    lat2_s.slice(0, 8, dim=0).store(half(x2))
+    lat3_s.slice(0, 8, dim=0).store(half(x3))
+    x3 = turned(x3, cos, sin, 8)
+    payload = pages_ptr + start0 + MAIN + line0 * (D // 2)
+    inverse = write_scales(x0, x1, x2, x3, pages_ptr + start0 + MAIN_SCALES + line0 * (D // 16), here0)
+    write_codes(x0, inverse, payload, here0, 0, "0")
+    write_codes(x1, inverse, payload, here0, 1, "1")
+    write_codes(x2, inverse, payload, here0, 2, "2")
+    write_codes(x3, inverse, payload, here0, 3, "3")
+    cos, sin = turns(cos_ptr, sin_ptr, row + 8, row + 8 < count, 8, HALF_ROPE, SLAB)
+    x = pooled(kv, gate) if M == 2 else kv.to(gl.float32)
+    x0, x1, x2, x3 = latents(x, w0, w1, w2, w3, eps)
+    lat0_s.slice(8, 8, dim=0).store(half(x0))
+    lat1_s.slice(8, 8, dim=0).store(half(x1))
+    lat2_s.slice(8, 8, dim=0).store(half(x2))
+    lat3_s.slice(8, 8, dim=0).store(half(x3))
     fence_async_shared()
     barrier()
+    # The keys' products, while the second groups' entries are packed.
+    acc = gl.full([128, 16], 0.0, gl.float32, KACC)
+    mbarrier.wait(early, 0)
+    acc = warpgroup_mma(key0_s, lat0_s.slice(0, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(key1_s, lat0_s.slice(64, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(key2_s, lat1_s.slice(0, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(key3_s, lat1_s.slice(64, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    mbarrier.wait(last, 0)
+    acc = warpgroup_mma(key4_s, lat2_s.slice(0, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(key5_s, lat2_s.slice(64, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(4, deps=[acc])
+    barrier()
+    mbarrier.expect(early, 32768)
+    tma.async_copy_global_to_shared(key_desc, [0, 384], early, key0_s)
+    tma.async_copy_global_to_shared(key_desc, [0, 448], early, key1_s)
+    x3 = turned(x3, cos, sin, 8)
+    payload = pages_ptr + start1 + MAIN + line1 * (D // 2)
+    inverse = write_scales(x0, x1, x2, x3, pages_ptr + start1 + MAIN_SCALES + line1 * (D // 16), here1)
+    write_codes(x0, inverse, payload, here1, 0, "0")
+    write_codes(x1, inverse, payload, here1, 1, "1")
+    write_codes(x2, inverse, payload, here1, 2, "2")
+    write_codes(x3, inverse, payload, here1, 3, "3")
     row = gl.program_id(0) * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, KEYS))
     cos, sin = turns(cos_ptr, sin_ptr, row, row < count, 16, HALF_ROPE, KEYS)
     start = pages_ptr + both(start0, start1)
     line = both(line0, line1)
     here = both(here0, here1)
-    kc = gl.arange(0, 128, layout=gl.SliceLayout(0, KEYS))
-    key_weight = gl.load(key_norm_ptr + kc)
-    acc = gl.full([128, 16], 0.0, gl.float32, KACC)
-    for i in gl.static_range(8):
-        mbarrier.wait(bars.index(i % 6), i // 6)
-        if i % 6 < 2:
-            block = key_s.index(i % 6)
-        else:
-            block = late0_s.index(i - 2) if i < 4 else late1_s.index(i - 4)
-        acc = warpgroup_mma(block, lat_s.slice(i * 64, 64, dim=1).permute((1, 0)), acc)
-        if i < 2:
-            barrier()
-            mbarrier.expect(bars.index(i), 16384)
-            tma.async_copy_global_to_shared(key_desc, [0, (i + 6) * 64], bars.index(i), key_s.index(i))
+    key_weight = gl.load(key_norm_ptr + gl.arange(0, 128, layout=gl.SliceLayout(0, KEYS)))
+    mbarrier.wait(early, 1)
+    acc = warpgroup_mma(key0_s, lat3_s.slice(0, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(key1_s, lat3_s.slice(64, 64, dim=1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
     key = gl.convert_layout(gl.permute(acc, (1, 0)), KEYS)
     key = half(key).to(gl.float32)
-    factor = inverse_root(squares(key) / 128 + eps)
+    factor = inverse_root(squares(key) * (1.0 / 128) + eps)
     high = factor.to(gl.float32)
     low = (factor - high.to(gl.float64)).to(gl.float32)
     key = normed(key, key_weight, high, low)
@@ -396,21 +516,18 @@ def entries(
     parts = gl.reshape(gl.abs(key), [16, 4, 32])
     amax = gl.maximum(gl.max(parts, axis=2), 7.052966104933725e-38)
     code = ((amax * 0.16666667163372040).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
-    inverse = ((254 - code) << 23).to(gl.float32, bitcast=True)
-    B: gl.constexpr = parts.type.layout
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(2, B))
-    wide = gl.reshape(inverse[:, :, None] + gl.full([16, 4, 32], 0.0, gl.float32, B), [16, 128])
-    byte = packed(codes(key * gl.convert_layout(wide, KEYS), key), 16)
+    inverse = ((254 - code) << 23).to(gl.float32, bitcast=True) * 6.103515625e-05
+    byte = codes(gl.reshape(gl.reshape(key, [16, 4, 32]) * inverse[:, :, None], [16, 32, 2, 2]))
     P: gl.constexpr = byte.type.layout
-    b = gl.arange(0, 64, layout=gl.SliceLayout(0, P))
-    at = gl.convert_layout(start + INDEX + line * 64, gl.SliceLayout(1, P))[:, None] + b[None, :]
+    b = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
+    at = words(gl.convert_layout(start + INDEX + line * 64, gl.SliceLayout(1, P)))[:, None] + b[None, :]
     gl.store(at, byte, mask=gl.convert_layout(here, gl.SliceLayout(1, P))[:, None])
     Q: gl.constexpr = code.type.layout
     g = gl.arange(0, 4, layout=gl.SliceLayout(0, Q))
     at = gl.convert_layout(start + INDEX_SCALES + line * 4, gl.SliceLayout(1, Q))[:, None] + g[None, :]
     gl.store(at, code.to(gl.uint8), mask=gl.convert_layout(here, gl.SliceLayout(1, Q))[:, None])
-    for j in gl.static_range(6):
-        mbarrier.invalidate(bars.index(j))
+    mbarrier.invalidate(early)
+    mbarrier.invalidate(last)
 
 
 def write_entries(

@@ -119,10 +119,11 @@ def scores(
 
             if together == 1:
                 tiles = triton.cdiv(width, 128)
-                each = max(1, triton.cdiv(tiles * tokens, 132 * (3 if tokens == 1 else 4)))
-                index_scores_fp8_triton.score_one[(triton.cdiv(tiles, each), tokens)](
-                    q, q_s, w, *sources, out, maxima, *sizes, each, *place, blocks, 3, num_warps=4
-                )
+                programs = 132 * (2 if tiles * tokens <= 2048 else 4)
+                index_scores_fp8_triton.score_one[(min(tiles, max(1, programs // tokens)), tokens)](
+                    q, q_s, w, *sources, out, maxima, *sizes, tiles, *place, blocks, num_warps=4,
+                    maxnreg=128, launch_pdl=True,
+                )  # fmt: skip
                 return out, best
             chunk = 256
             wide = torch.empty(tokens + 8, heads * 2 * half, dtype=torch.float8_e5m2, device=q.device)

@@ -2,7 +2,8 @@
 """Keys that order as scores do, and the exact choice among those that one program holds (spec §3).
 
 A threshold is found bit by bit. How many keys reach a trial costs one barrier, which adds up a predicate of
-all threads (`barrier.red.popc`), instead of a reduction across warps.
+all threads (`barrier.red.popc`), instead of a reduction across warps; of four keys and more a thread, one
+between the warps' sums and theirs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,38 @@ def _tally_asm(each: int) -> str:
     return "\n".join([*lines, *[f"mov.b32 ${i}, s;" for i in range(each)], "}"])
 
 
-_TALLY_1, _TALLY_2, _TALLY_4, _TALLY_8 = (tl.constexpr(_tally_asm(n)) for n in (1, 2, 4, 8))
-_ARGS_1, _ARGS_2, _ARGS_4, _ARGS_8 = (tl.constexpr(",".join(["=r"] * n + ["r"] * n)) for n in (1, 2, 4, 8))
+def _sums_asm(each: int) -> str:
+    """The same by way of the warps' sums in shared memory, one barrier however many; the last argument is
+    the turn of a loop, for a turn may still read when the next one writes.
+    """
+    lines = ["{", ".shared .align 4 .b32 sums[64];", ".reg .b32 n, at, place;", f"mov.b32 n, ${each};"]
+    lines += [f"add.s32 n, n, ${each + i};" for i in range(1, each)]
+    return "\n".join(
+        [
+            *lines,
+            "redux.sync.add.s32 n, n, -1;",
+            "mov.b32 at, sums;",
+            f"and.b32 place, ${2 * each}, 1;",
+            "mad.lo.u32 at, place, 128, at;",
+            "mov.u32 place, %tid.x;",
+            "shr.u32 place, place, 5;",
+            "mad.lo.u32 place, place, 4, at;",
+            "st.shared.b32 [place], n;",
+            "bar.sync 0;",
+            "mov.u32 place, %laneid;",
+            "mad.lo.u32 place, place, 4, at;",
+            "ld.shared.b32 n, [place];",
+            "redux.sync.add.s32 n, n, -1;",
+            *[f"mov.b32 ${i}, n;" for i in range(each)],
+            "}",
+        ]
+    )
+
+
+_TALLY_1, _TALLY_2 = (tl.constexpr(_tally_asm(n)) for n in (1, 2))
+_ARGS_1, _ARGS_2 = (tl.constexpr(",".join(["=r"] * n + ["r"] * n)) for n in (1, 2))
+_SUMS_4, _SUMS_8 = (tl.constexpr(_sums_asm(n)) for n in (4, 8))
+_SUM_ARGS_4, _SUM_ARGS_8 = (tl.constexpr(",".join(["=r"] * n + ["r"] * 2 * n)) for n in (4, 8))
 
 
 @triton.jit
@@ -49,8 +80,11 @@ def aligned(scores: torch.Tensor) -> bool:
 
 
 @triton.jit
-def tally(flag):
-    """How many of `flag` [EACH·1024] are true, in its shape; a thread must hold EACH of them, none twice."""
+def tally(flag, turn=0):
+    """How many of `flag` [EACH·1024] are true, in its shape; a thread must hold EACH of them, none twice.
+
+    In a loop turn counts up.
+    """
     EACH: tl.constexpr = flag.shape[0] // LANES
     flag = flag.to(tl.int32)
     if INTERPRETED:
@@ -60,10 +94,16 @@ def tally(flag):
     elif EACH == 2:
         n = tl.inline_asm_elementwise(_TALLY_2, _ARGS_2, [flag], dtype=tl.int32, is_pure=False, pack=2)
     elif EACH == 4:
-        n = tl.inline_asm_elementwise(_TALLY_4, _ARGS_4, [flag], dtype=tl.int32, is_pure=False, pack=4)
+        turns = tl.zeros(flag.shape, tl.int32) + turn
+        n = tl.inline_asm_elementwise(
+            _SUMS_4, _SUM_ARGS_4, [flag, turns], dtype=tl.int32, is_pure=False, pack=4
+        )
     else:
         tl.static_assert(EACH == 8)
-        n = tl.inline_asm_elementwise(_TALLY_8, _ARGS_8, [flag], dtype=tl.int32, is_pure=False, pack=8)
+        turns = tl.zeros(flag.shape, tl.int32) + turn
+        n = tl.inline_asm_elementwise(
+            _SUMS_8, _SUM_ARGS_8, [flag, turns], dtype=tl.int32, is_pure=False, pack=8
+        )
     return n
 
 
@@ -102,9 +142,9 @@ def kth(key, k, BITS: tl.constexpr):
     """The greatest t of BITS upper bits that k of key [EACH·1024] reach, in key's shape; 0 without k."""
     t = tl.zeros([key.shape[0]], tl.uint32)
     bit = tl.full([key.shape[0]], 2147483648, tl.uint32)
-    for _ in range(BITS):
+    for turn in range(BITS):
         trial = t | bit
-        t = tl.where(tally(key >= trial) >= k, trial, t)
+        t = tl.where(tally(key >= trial, turn) >= k, trial, t)
         bit = bit >> 1
     return t
 

@@ -117,9 +117,9 @@ def _among(
     bound = tl.zeros([FEW], tl.int32)
     bit = tl.full([FEW], 1073741824, tl.int32)
     if tl.max(tally(equal) - spare, axis=0) > 0:
-        for _ in range(31):
+        for turn in range(31):
             trial = bound | bit
-            bound = tl.where(tally(equal & (place < trial)) < spare, trial, bound)
+            bound = tl.where(tally(equal & (place < trial), turn) < spare, trial, bound)
             bit = bit >> 1
     else:
         bound += 2147483647

@@ -242,7 +242,10 @@ def select(
             scores, visible, work[0], work[1], out, *row, size, few, mode, aligned(scores), num_warps=32
         )
     else:
-        chunks = chunks or (1 if rows * count <= 132 * _CHUNK else 2 if rows * count <= 264 * _CHUNK else 4)
+        if not chunks:
+            chunks = 1 if rows * count <= 132 * _CHUNK else 2 if rows * count <= 264 * _CHUNK else 4
+            while chunks > 1 and triton.cdiv(count, chunks * _CHUNK) * LANES.value < 2 * k:
+                chunks //= 2  # or the groups would be too few for a bound
         slices, limit = triton.cdiv(count, chunks * _CHUNK), few // 2
         groups = min(LANES.value, triton.next_power_of_2(triton.cdiv(2 * k, slices)))
         size, maxima = triton.next_power_of_2(slices), slices * groups

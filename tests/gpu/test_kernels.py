@@ -128,6 +128,65 @@ def test_top_k_of_rows_that_begin_anywhere(rows: int, count: int, left_out: int)
     assert torch.equal(got.to(torch.int64), want)
 
 
+@pytest.mark.parametrize("count", [9000, 16_384, 32_768])
+def test_top_k_of_many_short_rows(count: int) -> None:
+    """As many greatest as a slice has groups: rows are cut into more slices, so that a bound is found."""
+    from cedar.kernels.select import top_k
+
+    scores = torch.randn(150, count, generator=torch.Generator().manual_seed(count))
+    scores[::3] = (scores[::3] * 3).round()
+    got, want = top_k(scores.cuda(), 2048), top_k(scores, 2048)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_top_k_of_many_long_rows() -> None:
+    """Eight keys a thread in the last choice."""
+    from cedar.kernels import select_many_triton
+    from cedar.kernels.select import top_k
+
+    assert select_many_triton.fits(1500, 1_000_000)
+    scores = torch.randn(17, 1_000_000, generator=torch.Generator().manual_seed(1))
+    scores[::3] = (scores[::3] * 64).round()
+    assert torch.equal(top_k(scores.cuda(), 1500).cpu(), top_k(scores, 1500))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("rows", "width"), [(256, 5003), (64, 1500), (128, 130), (256, 200_000)])
+def test_index_scores_of_scales_far_apart(rows: int, width: int, tokens: int) -> None:
+    """Groups of a key that differ by up to 2^159, any of them the greatest; pads and blocks of eight."""
+    from cedar.kernels import fp4_ref, index_scores_ref
+    from cedar.kernels.index_scores_triton import scores
+
+    g = torch.Generator("cuda").manual_seed(width + tokens)
+    planes = ((0, 64, rows), (rows * 64, 4, rows))
+    pages = torch.randint(
+        0, 256, (width // rows + 5, rows * 68), dtype=torch.uint8, device="cuda", generator=g
+    )
+    codes = pages[:, rows * 64 :]
+    near = torch.randint(118, 130, codes.shape, dtype=torch.uint8, device="cuda", generator=g)
+    far = torch.randint(1, 160, codes.shape, dtype=torch.uint8, device="cuda", generator=g)
+    codes.copy_(torch.where(torch.rand(codes.shape, device="cuda", generator=g) < 0.3, far, near))
+    table = torch.stack([torch.randperm(len(pages), device="cuda", generator=g) for _ in range(tokens)]).int()
+    queries = torch.randn(tokens, 32, 128, device="cuda", generator=g).to(torch.bfloat16)
+    payload, scales = fp4_ref.pack_e8m0(queries)
+    weights = torch.randn(tokens, 32, device="cuda", generator=g)
+    seq = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    visible = torch.full((tokens,), width, dtype=torch.int32, device="cuda") - 11 * seq
+    where = (pages, planes, table, seq, visible, width)
+    got, best = scores(payload, scales, weights, *where, blocks=True)
+    assert best is not None
+    q = fp4_ref.unpack_e8m0(payload, scales, torch.float64)
+    truth = index_scores_ref.scores(q, weights.double(), *where)
+    unsigned = pages.clone()
+    unsigned[:, : rows * 64] &= 0x77
+    bound = index_scores_ref.scores(q.abs(), weights.double().abs(), unsigned, *where[1:])
+    seen = ~torch.isinf(truth)
+    assert torch.equal(seen, ~torch.isinf(got))
+    assert bool(((got.double() - truth).abs() <= 1e-6 * bound + 1e-36)[seen].all())
+    padded = torch.nn.functional.pad(got, (0, -width % 8), value=-torch.inf)
+    assert torch.equal(padded.view(tokens, -1, 8).amax(2), best)
+
+
 def launches(run: Callable[[], object]) -> int:
     """CUDA kernels that one warm call launches."""
     run()

@@ -134,7 +134,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         index_scores_fp8_triton.score_one,
-        {**INDEX, "BLOCKS": True, "STAGES": 3},
+        {**INDEX, "BLOCKS": True},
         {"weight_ptr": "*fp32", "out_ptr": "*fp32", "best_ptr": "*fp32"},
         4,
     ),
@@ -425,6 +425,12 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         )
         for aligned in (False, True)
     ),
+    (
+        select_slices_triton.slice_collect,
+        {"CHUNKS": 1, "BEST": 4096, "LIMIT": 4096, "MODE": 1},
+        {"key_ptr": "*i32"},
+        32,
+    ),
     *(
         (
             select_many_triton.guess_bound,
@@ -547,7 +553,7 @@ def held_once(ttgir: str) -> bool:
     """Whether every tensor that threads count together (`tally`) has each of its elements in one thread."""
     layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir))
     found = re.findall(
-        r"barrier\.red.* : tensor<(\d+)xi32, (?:#ttg\.slice<\{dim = (\d), parent = )?(#\w+)", ttgir
+        r"(?:barrier\.red|redux).* : tensor<(\d+)xi32, (?:#ttg\.slice<\{dim = (\d), parent = )?(#\w+)", ttgir
     )
     for size, dim, name in found:
         parts = re.findall(r"\w+ = \[([\d, ]+)\]", layouts[name])[:3]  # a thread's, a warp's, all warps'
