@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+TILE83 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 3))
 TILE84 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
 
 
@@ -102,7 +103,8 @@ def few(
     count = gl.minimum(NB, SHARE - first)
     raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
     w_s = raw._reinterpret(gl.float8e4nv, [STAGES, TALL, 128], TILE8)
-    x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB, N, 128], TILE8)
+    x_raw = gl.allocate_shared_memory(gl.float8e4nv, [NB, KQ, TT, 128], TILE83)
+    x_s = x_raw._reinterpret(gl.float8e4nv, [NB, N, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), WARPS], FLAT)
     sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), N], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -133,7 +135,7 @@ def few(
     if CODES:
         mbarrier.expect(ready, NB * N * 128)
         for i in gl.static_range(NB):
-            tma.async_copy_global_to_shared(x_desc, [token, (first + i) * 128], ready, x_s.index(i))
+            tma.async_copy_global_to_shared(x_desc, [0, token, (first + i) * 128], ready, x_raw.index(i))
         sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
         barrier()

@@ -17,7 +17,7 @@ import triton
 from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
 from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
-from cedar.kernels.linear_few_hopper import TILE84, few, rows_each
+from cedar.kernels.linear_few_hopper import TILE83, TILE84, few, rows_each
 from cedar.kernels.linear_many_hopper import area_of, many
 from cedar.kernels.linear_trades_hopper import REGISTERS, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
@@ -282,9 +282,14 @@ def _launch_few(
     x_desc, words = w_desc, scale
     if codes is not None:  # one token's shares are rows
         assert codes.scale is not None
-        width = 128 * blocks if cut.shares > 1 else columns
-        shape = [columns // width * x.shape[0], width]
-        x_desc = TensorDescriptor(codes.values, shape, [width, 1], [cut.columns, 128], TILE8.value)
+        width = 128 * blocks
+        x_desc = TensorDescriptor(
+            codes.values,
+            [columns // width, x.shape[0], width],
+            [width, columns, 1],
+            [cut.shares, cut.columns // cut.shares, 128],
+            TILE83.value,
+        )
         words = codes.scale
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
