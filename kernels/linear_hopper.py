@@ -18,8 +18,9 @@ from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
 from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
 from cedar.kernels.linear_few_hopper import TILE83, TILE84, few, rows_each
+from cedar.kernels.linear_halves_hopper import halves
 from cedar.kernels.linear_many_hopper import area_of, many
-from cedar.kernels.linear_trades_hopper import REGISTERS, trades
+from cedar.kernels.linear_trades_hopper import REGISTERS, area_bytes, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -61,6 +62,16 @@ class Many(NamedTuple):
     early: bool
 
 
+class Halves(NamedTuple):
+    tokens: int
+    rows: int
+    blocks: int
+    stages: int
+    splits: int
+    early: bool
+    registers: int
+
+
 class Trades(NamedTuple):
     """How 65 tokens and more are cut, 128 a program: rows of a tile, blocks of 128 channels a program,
     stages, programs that share out the channels, tiles a program, and whether activations stay.
@@ -72,6 +83,7 @@ class Trades(NamedTuple):
     splits: int
     each: int
     hold: bool
+    cluster: bool = False
 
 
 class Bulk(NamedTuple):
@@ -253,6 +265,8 @@ def linear_fp8(
         _launch_few(x, codes, weight, scale, out, cut)
     elif codes is None and is_wide(cut):
         linear_wide_hopper.quantising(x, weight, scale, out)
+    elif isinstance(cut, Halves):
+        _launch_halves(codes if codes is not None else quantised(x), weight, scale, out, cut)
     elif isinstance(cut, Many):
         _launch_many(codes if codes is not None else quantised(x), weight, scale, out, cut)
     else:
@@ -313,6 +327,22 @@ def _launch_many(
     )  # fmt: skip
 
 
+def _launch_halves(
+    x: Prepared, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cut: Halves
+) -> None:
+    outputs, columns = weight.shape
+    tokens = out.shape[0]
+    cluster_hopper.launch(
+        halves, (1, outputs // cut.rows, triton.cdiv(tokens, cut.tokens)), cut.splits,
+        TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
+        TensorDescriptor(x.values, [tokens, columns], [columns, 1], [cut.tokens, 128], TILE8.value),
+        x.scale, scale, out, tokens, outputs,
+        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.early, cut.registers,
+        num_warps=4, end=area_of(cut.tokens, cut.rows, cut.splits) if cut.splits > 1 else 0,
+        maxnreg=cut.registers,
+    )  # fmt: skip
+
+
 def _launch_trades(
     x: Prepared, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cut: Trades
 ) -> None:
@@ -320,10 +350,14 @@ def _launch_trades(
     tokens, tall = out.shape[0], triton.cdiv(out.shape[0], 128)
     left = cut.splits * tall * 128 * outputs if cut.splits > 1 else 1
     part = torch.empty(left, dtype=torch.float32, device=out.device)
-    trades[(1, cut.splits, triton.cdiv(outputs // cut.rows, cut.each) * tall)](
+    arguments = (
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [128, 128], TILE8.value),
-        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs, columns // 128,
-        cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS,
-        num_warps=4, launch_pdl=True,
+        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs,
+        columns // 128, cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS, cut.cluster,
+    )  # fmt: skip
+    tiles = triton.cdiv(outputs // cut.rows, cut.each) * tall
+    cluster_hopper.launch(
+        trades, (1, 1, tiles) if cut.cluster else (1, cut.splits, tiles), cut.splits if cut.cluster else 1,
+        *arguments, num_warps=4, end=area_bytes(cut.rows, cut.splits, cut.cluster, cut.stages),
     )  # fmt: skip

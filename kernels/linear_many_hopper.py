@@ -82,6 +82,45 @@ def unfold(values, M: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
+def add_parts(
+    total, area, out_ptr, tokens, outputs, row, token, split, mine, SPLITS: gl.constexpr, M: gl.constexpr,
+    R: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Sends a sum [M, R] to the programs of the cluster, `mine` eights of rows of which this one adds and
+    writes; area: as `area_of` says.
+    """
+    SHARE: gl.constexpr = share_of(R, SPLITS)
+    PART: gl.constexpr = M * SHARE * 32
+    held = fours(total, M, R)
+    F: gl.constexpr = held.type.layout
+    c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
+    i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
+    offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
+    whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
+    cluster.send_fours(area, area + SPLITS * PART, held, offset, (c8 // SHARE)[:, None] + offset * 0, split, whose)
+    barrier()
+    if mine > 0:
+        WIDE: gl.constexpr = power_of_two(SHARE)
+        H: gl.constexpr = sums(WARPS, M, 8 * WIDE)
+        E: gl.constexpr = fours(gl.full([M, 8 * WIDE], 0.0, gl.float32, H), M, 8 * WIDE).type.layout
+        c9 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
+        i9 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, E))
+        at = area + (c9 * (32 * M))[:, None] + (i9 * 4)[None, :]
+        cluster.received(area + SPLITS * PART)
+        whole = cluster.pull(at)
+        for s in gl.static_range(1, SPLITS):
+            whole += cluster.pull(at + s * PART)
+        r7 = gl.arange(0, 8 * WIDE, layout=gl.SliceLayout(0, H))
+        t7 = token + gl.arange(0, M, layout=gl.SliceLayout(1, H))
+        target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + split * (8 * SHARE) + r7)[None, :]
+        half = gl.convert_layout(unfold(whole, M, 8 * WIDE), H).to(gl.bfloat16)
+        if R % (8 * SHARE * SPLITS) == 0 and WIDE == SHARE:
+            gl.store(target, half, mask=(t7 < tokens)[:, None])
+        else:
+            gl.store(target, half, mask=(t7 < tokens)[:, None] & (r7 // 8 < mine)[None, :])
+
+
+@gluon.jit
 def many(
     w_desc, x_desc, word_ptr, scale_ptr, out_ptr, tokens, outputs,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
@@ -100,7 +139,7 @@ def many(
         PART: gl.constexpr = M * SHARE * 32
         area = cluster.area(area_of(M, R, SPLITS))
         mine = gl.minimum(R // 8 - split * SHARE, SHARE)
-        sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * (SPLITS * 32) * mine
+        sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * ((SPLITS - 1) * 32) * mine
         cluster.expect(area + SPLITS * PART, sent if mine > 0 else 0)
         cluster.arrive()
     first = split * NB
@@ -141,6 +180,8 @@ def many(
     d = a
     acc = gl.reshape(a, [M, R // 32, 32])
     C: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+    sx3 = gl.full([M], 0, gl.int32, gl.SliceLayout(1, C))
+    sw3 = gl.full([R // 32], 0, gl.int32, gl.SliceLayout(0, C))
     for turn in range(count):
         slot = turn % STAGES
         sx = sx_s.index(turn).load(gl.SliceLayout(1, C))
@@ -149,6 +190,7 @@ def many(
         x = x_s.index(slot)
         w = w_s.index(slot)
         p = part(x, w, 0, a)
+        acc = scaled(acc, d, sx3, sw3, 3, M, R)
         q = part(x, w, 1, d)
         a, q = warpgroup_mma_wait(1, deps=[p, q])
         acc = scaled(acc, a, sx, sw, 0, M, R)
@@ -170,7 +212,9 @@ def many(
             tma.async_copy_global_to_shared(
                 x_desc, [token, (first + next) * 128], bars.index(slot), x_s.index(slot), pred=more
             )
-        acc = scaled(acc, d, sx, sw, 3, M, R)
+        sx3 = sx
+        sw3 = sw
+    acc = scaled(acc, d, sx3, sw3, 3, M, R)
     total = gl.convert_layout(gl.reshape(acc, [M, R]), W)
     if SPLITS == 1:
         J: gl.constexpr = written(WARPS, R)
@@ -179,32 +223,5 @@ def many(
         goal = out_ptr + t3[:, None].to(gl.int64) * outputs + r3[None, :]
         gl.store(goal, gl.convert_layout(total.to(gl.bfloat16), J), mask=(t3 < tokens)[:, None])
     else:
-        held = fours(total, M, R)
-        F: gl.constexpr = held.type.layout
-        c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
-        i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
-        offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
-        whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
         cluster.wait()
-        cluster.send_fours(
-            area, area + SPLITS * PART, held, offset, (c8 // SHARE)[:, None] + offset * 0, whose
-        )
-        if mine > 0:
-            WIDE: gl.constexpr = power_of_two(SHARE)
-            H: gl.constexpr = sums(WARPS, M, 8 * WIDE)
-            E: gl.constexpr = fours(gl.full([M, 8 * WIDE], 0.0, gl.float32, H), M, 8 * WIDE).type.layout
-            c9 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
-            i9 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, E))
-            at = area + (c9 * (32 * M))[:, None] + (i9 * 4)[None, :]
-            cluster.received(area + SPLITS * PART)
-            whole = cluster.pull(at)
-            for s in gl.static_range(1, SPLITS):
-                whole += cluster.pull(at + s * PART)
-            r7 = gl.arange(0, 8 * WIDE, layout=gl.SliceLayout(0, H))
-            t7 = token + gl.arange(0, M, layout=gl.SliceLayout(1, H))
-            target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + split * (8 * SHARE) + r7)[None, :]
-            half = gl.convert_layout(unfold(whole, M, 8 * WIDE), H).to(gl.bfloat16)
-            if R % (8 * SHARE * SPLITS) == 0 and WIDE == SHARE:
-                gl.store(target, half, mask=(t7 < tokens)[:, None])
-            else:
-                gl.store(target, half, mask=(t7 < tokens)[:, None] & (r7 // 8 < mine)[None, :])
+        add_parts(total, area, out_ptr, tokens, outputs, row, token, split, mine, SPLITS, M, R, WARPS)
