@@ -214,7 +214,9 @@ def pull(address):
     )  # fmt: skip
 
 
-def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0, **options) -> None:
+def launch(
+    kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0, **options
+) -> None:
     """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
     axis; 1: without clusters. Programmatic launch either way. `end`: bytes of the area that it has by `end`.
     """

@@ -53,7 +53,7 @@ def fetch_descriptor(PARAMETER: gl.constexpr):
 
 @gluon.jit
 def barrier_init(address, COUNT: gl.constexpr):
-    """Sets up an mbarrier of shared memory by its address, for COUNT arrivals; by the program's first warps."""
+    """Sets up the mbarrier at an address of shared memory, for COUNT arrivals; the program's first warps do."""
     gl.inline_asm_elementwise(
         """{
 .reg .pred p;

@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-TILE83 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 3))
 TILE84 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
 
 
@@ -76,7 +75,7 @@ def _scaled(acc, part, sw, sx, k: gl.constexpr, WARPS: gl.constexpr, N: gl.const
 def few(
     w_desc, x_desc, x_ptr, word_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, KQ: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    WARPS: gl.constexpr, KQ: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr,
     CODES: gl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, outputs / ROWS, ceil(tokens / (N / KQ))): 16 WARPS rows of a tile, NB blocks of 128
@@ -103,8 +102,7 @@ def few(
     count = gl.minimum(NB, SHARE - first)
     raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
     w_s = raw._reinterpret(gl.float8e4nv, [STAGES, TALL, 128], TILE8)
-    x_raw = gl.allocate_shared_memory(gl.float8e4nv, [NB, KQ, TT, 128], TILE83)
-    x_s = x_raw._reinterpret(gl.float8e4nv, [NB, N, 128], TILE8)
+    x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB, N, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), WARPS], FLAT)
     sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), N], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -135,7 +133,7 @@ def few(
     if CODES:
         mbarrier.expect(ready, NB * N * 128)
         for i in gl.static_range(NB):
-            tma.async_copy_global_to_shared(x_desc, [0, token, (first + i) * 128], ready, x_raw.index(i))
+            tma.async_copy_global_to_shared(x_desc, [token, (first + i) * 128], ready, x_s.index(i))
         sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
         barrier()
@@ -150,28 +148,36 @@ def few(
     zero = gl.full([TALL, N], 0.0, gl.float32, W)
     acc = gl.reshape(zero, [WARPS, 16, N])
     C: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    parts = ()
-    for i in gl.static_range(NB + AHEAD):
+    LAG: gl.constexpr = 1 if OVERLAP else 0
+    for i in gl.static_range(NB + LAG):
         if i < NB:
             mbarrier.wait(bars.index(i % STAGES), i // STAGES & 1)
             w = w_s.index(i % STAGES)
             x = x_s.index(i)
-            parts = parts + (
-                _part(w, x, 0, zero), _part(w, x, 1, zero), _part(w, x, 2, zero), _part(w, x, 3, zero)
-            )
-        if i >= AHEAD:
-            parts = warpgroup_mma_wait(4 * (min(i, NB - 1) - (i - AHEAD)), deps=parts)
-            if (i - AHEAD) + STAGES < NB:
+            next = (_part(w, x, 0, zero), _part(w, x, 1, zero), _part(w, x, 2, zero), _part(w, x, 3, zero))
+        if OVERLAP:  # a block is multiplied while the one before is scaled
+            if i == 0:
+                parts = next
+            elif i < NB:
+                parts = warpgroup_mma_wait(4, deps=parts + next)
+            else:
+                parts = warpgroup_mma_wait(0, deps=parts)
+        else:
+            parts = warpgroup_mma_wait(0, deps=next)
+        if i >= LAG:
+            if i - LAG + STAGES < NB:
                 barrier()
-                mbarrier.expect(bars.index((i - AHEAD) % STAGES), TALL * 128)
+                mbarrier.expect(bars.index((i - LAG) % STAGES), TALL * 128)
                 tma.async_copy_global_to_shared(
-                    w_desc, [first + (i - AHEAD) + STAGES, 0, row, 0], bars.index((i - AHEAD) % STAGES), raw.index((i - AHEAD) % STAGES)
-                )
-            sx = sx_s.index((i - AHEAD)).load(gl.SliceLayout(0, C))
-            sw = sw_s.index((i - AHEAD)).load(gl.SliceLayout(1, C))
+                    w_desc, [first + i - LAG + STAGES, 0, row, 0], bars.index((i - LAG) % STAGES),
+                    raw.index((i - LAG) % STAGES),
+                )  # fmt: skip
+            sx = sx_s.index(i - LAG).load(gl.SliceLayout(0, C))
+            sw = sw_s.index(i - LAG).load(gl.SliceLayout(1, C))
             for k in gl.static_range(4):
                 acc = _scaled(acc, parts[k], sw, sx, k, WARPS, N)
-            parts = parts[4:]
+            if OVERLAP and i < NB:
+                parts = (parts[4], parts[5], parts[6], parts[7])  # type: ignore[misc]
     total = gl.convert_layout(gl.reshape(acc, [TALL, N]), W)
     r2 = gl.arange(0, TALL, layout=gl.SliceLayout(1, W))
     t2 = gl.arange(0, N, layout=gl.SliceLayout(0, W))

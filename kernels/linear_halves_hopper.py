@@ -30,16 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-HALVES = gl.constexpr(2)
-
-
 @gluon.jit
 def _multiply(
     w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row, token, first,
-    count, split, HALF: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr,
-    R: gl.constexpr, STAGES: gl.constexpr,
+    count, split, PLACE: gl.constexpr, TRADES: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr,
+    M: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Trade HALF: every other block of channels."""
+    """Trade PLACE: every block of channels whose turn it is."""
     W: gl.constexpr = sums(4, M, R)
     if SPLITS > 1:
         cluster.arrive()
@@ -49,7 +46,7 @@ def _multiply(
     C: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     sx3 = gl.full([M], 0, gl.int32, gl.SliceLayout(1, C))
     sw3 = gl.full([R // 32], 0, gl.int32, gl.SliceLayout(0, C))
-    for turn in range(HALF, count, 2):
+    for turn in range(PLACE, count, TRADES):
         slot = turn % STAGES
         sx = sx_s.index(turn).load(gl.SliceLayout(1, C))
         sw = sw_s.index(turn).load(gl.SliceLayout(0, C))
@@ -84,13 +81,14 @@ def _multiply(
     acc = scaled(acc, d, sx3, sw3, 3, M, R)
     total = gl.convert_layout(gl.reshape(acc, [M, R]), W)
     held = fours(total, M, R)
-    if HALF == 1:
-        sum_s.store(held)
+    if PLACE > 0:
+        sum_s.index(PLACE - 1).store(held)
         barrier()
         mbarrier.arrive(met, count=1)
     else:
         mbarrier.wait(met, 0)
-        held += sum_s.load(held.type.layout)
+        for i in gl.static_range(TRADES - 1):
+            held += sum_s.index(i).load(held.type.layout)
         total = gl.convert_layout(unfold(held, M, R), W)
         if SPLITS == 1:
             J: gl.constexpr = written(4, R)
@@ -108,10 +106,10 @@ def _multiply(
 def halves(
     w_desc, x_desc, word_ptr, scale_ptr, out_ptr, tokens, outputs,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, TRADES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, outputs / R, ceil(tokens / M)): NB blocks of 128 channels a program, STAGES of them, an
-    even number, on their way.
+    """Grid (SPLITS, outputs / R, ceil(tokens / M)): NB blocks of 128 channels a program, STAGES of them, a
+    multiple of TRADES, on their way.
     """
     BLOCKS: gl.constexpr = COLUMNS // 128
     split = gl.program_id(0)
@@ -130,12 +128,12 @@ def halves(
     x_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), R // 32], FLAT)
     sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), M], FLAT)
-    sum_s = gl.allocate_shared_memory(gl.float32, [R // 8, 8 * M], FLAT2)
+    sum_s = gl.allocate_shared_memory(gl.float32, [TRADES - 1, R // 8, 8 * M], FLAT2)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    mbarrier.init(met, count=1)
+    mbarrier.init(met, count=TRADES - 1)
     fence_async_shared()
     barrier()
     for i in gl.static_range(STAGES):
@@ -161,16 +159,39 @@ def halves(
     sw_s._reinterpret(gl.int32, [power_of_two(NB), R // 32], FLAT2).store(words)
     fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, M, M, 0, 1, BLOCKS, 4)
     barrier()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
-                token, first, count, split, 0, NB, SPLITS, M, R, STAGES,
-            )),
-            (_multiply, (
-                w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
-                token, first, count, split, 1, NB, SPLITS, M, R, STAGES,
-            )),
-        ],
-        [4], [REGISTERS],
-    )  # fmt: skip
+    if TRADES == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 0, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 1, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+            ],
+            [4], [REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 0, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 1, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 2, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+                (_multiply, (
+                    w_desc, x_desc, w_s, x_s, sw_s, sx_s, sum_s, bars, met, area, out_ptr, tokens, outputs, row,
+                    token, first, count, split, 3, TRADES, NB, SPLITS, M, R, STAGES,
+                )),
+            ],
+            [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip

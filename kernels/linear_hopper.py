@@ -17,7 +17,7 @@ import triton
 from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
 from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
-from cedar.kernels.linear_few_hopper import TILE83, TILE84, few, rows_each
+from cedar.kernels.linear_few_hopper import TILE84, few, rows_each
 from cedar.kernels.linear_halves_hopper import halves
 from cedar.kernels.linear_many_hopper import area_of, many
 from cedar.kernels.linear_trades_hopper import REGISTERS, area_bytes, trades
@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024  # a multiprocessor's, less what the system takes
 FEW = 16  # tokens up to which a product can quantise
+PARTS = 8  # of the chip, at most, none of which a cluster leaves
 SMALL = 48  # programs that leave room for the next launch's
 MOST = 1024
 
@@ -70,11 +71,13 @@ class Halves(NamedTuple):
     splits: int
     early: bool
     registers: int
+    trades: int = 2
 
 
 class Trades(NamedTuple):
     """How 65 tokens and more are cut, 128 a program: rows of a tile, blocks of 128 channels a program,
-    stages, programs that share out the channels, tiles a program, and whether activations stay.
+    stages, programs that share out the channels, tiles a program, whether activations stay, and whether
+    programs that share out the channels are a cluster.
     """
 
     rows: int
@@ -119,7 +122,8 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     if tokens == 1 and blocks % share == 0 and 100 <= outputs // 16 <= 3 * MULTIPROCESSORS:
         stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (share + 2), 0, share)
         # with few stages, the block that is multiplied would keep one of them from being filled again
-        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, True)
+        early = outputs // 16 > MULTIPROCESSORS
+        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, early)
     n = 8 if tokens <= 8 else 16
     warps = 8 if outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS else 4
     tiles = outputs // (16 * warps)
@@ -133,8 +137,9 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
         else 0
     )
     stages = _stages(_room(tiles * splits), 2048 * warps, each * (132 * n + 4 * warps), area, each)
-    if splits > 1 and stages < each:
-        stages = min(stages, max(4, each // 2))  # with more, the last programs of a cluster find no room
+    if splits > 1:
+        # with more, the last programs of a cluster or the next launch's find no room
+        stages = min(stages, max(4, each // 2 if stages < each else (3 * each + 2) // 5))
         fixed = each * (132 * n + 4 * warps)
         while stages < each and not granted(area, fixed + 2048 * warps * stages):
             stages += 1
@@ -143,16 +148,19 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     return Few(n, each, stages, warps, 1, splits, overlap, early)
 
 
-def _many(tokens: int, outputs: int, columns: int) -> Many | Trades:
+def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trades:
     blocks = columns // 128
-    m = 64 if tokens <= 64 else 128
+    if tokens <= 64:
+        m = 64
     tall = triton.cdiv(tokens, m)
     if m == 64 and outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS - 4:
         r, splits = 128, 1
     else:
         r, splits = 64, _clusters(m, outputs // 64 * tall, blocks)
     if not splits:
-        return _trades(tall, outputs, blocks)
+        cut = _trades(tall, outputs, blocks)
+        # sums of few blocks take longer to bring together than to make: fewer programs share a tile's
+        return _many(tokens, outputs, columns, 64) if cut.splits > 1 and cut.blocks <= 8 else cut
     each = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, each)
     if splits > 1 and cluster_hopper.area_bytes(area_of(m, r, splits)) > cluster_hopper.AREA_BYTES:
@@ -179,7 +187,12 @@ def _trades(tall: int, outputs: int, blocks: int) -> Trades:
         return Trades(r, blocks, 3, 1, each, True)
     splits = max(MULTIPROCESSORS // (tiles * tall), triton.cdiv(blocks, 128), 1)  # 128: their scales fit
     each = triton.cdiv(blocks, min(64, splits, triton.cdiv(blocks, 2)))
-    return Trades(r, each, min(each, 4), triton.cdiv(blocks, each), 1, False)
+    splits = triton.cdiv(blocks, each)
+    # clusters that surely all run at once, wherever the chip's parts end
+    cluster = 1 < splits <= 8 and tiles * tall * splits <= MULTIPROCESSORS - PARTS * (splits - 1)
+    fixed = power_of_two(each) * (512 + r // 4) + 4 * 1024
+    stages = _stages(SHARED_BYTES, 128 * (r + 128), fixed, area_bytes(r, splits, cluster, 4), min(each, 4))
+    return Trades(r, each, stages, splits, 1, False, cluster)
 
 
 def _clusters(m: int, tiles: int, blocks: int) -> int:
@@ -296,14 +309,9 @@ def _launch_few(
     x_desc, words = w_desc, scale
     if codes is not None:  # one token's shares are rows
         assert codes.scale is not None
-        width = 128 * blocks
-        x_desc = TensorDescriptor(
-            codes.values,
-            [columns // width, x.shape[0], width],
-            [width, columns, 1],
-            [cut.shares, cut.columns // cut.shares, 128],
-            TILE83.value,
-        )
+        width = 128 * blocks if cut.shares > 1 else columns
+        shape = [columns // width * x.shape[0], width]
+        x_desc = TensorDescriptor(codes.values, shape, [width, 1], [cut.columns, 128], TILE8.value)
         words = codes.scale
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
@@ -337,7 +345,8 @@ def _launch_halves(
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [cut.tokens, 128], TILE8.value),
         x.scale, scale, out, tokens, outputs,
-        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.early, cut.registers,
+        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.trades, cut.early,
+        cut.registers,
         num_warps=4, end=area_of(cut.tokens, cut.rows, cut.splits) if cut.splits > 1 else 0,
         maxnreg=cut.registers,
     )  # fmt: skip
@@ -348,13 +357,14 @@ def _launch_trades(
 ) -> None:
     outputs, columns = weight.shape
     tokens, tall = out.shape[0], triton.cdiv(out.shape[0], 128)
-    left = cut.splits * tall * 128 * outputs if cut.splits > 1 else 1
+    left = cut.splits * tall * 128 * outputs if cut.splits > 1 and not cut.cluster else 1
     part = torch.empty(left, dtype=torch.float32, device=out.device)
     arguments = (
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [128, 128], TILE8.value),
         x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs,
-        columns // 128, cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS, cut.cluster,
+        columns // 128, cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS,
+        cut.cluster,
     )  # fmt: skip
     tiles = triton.cdiv(outputs // cut.rows, cut.each) * tall
     cluster_hopper.launch(

@@ -97,7 +97,8 @@ def add_parts(
     i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
     offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
     whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
-    cluster.send_fours(area, area + SPLITS * PART, held, offset, (c8 // SHARE)[:, None] + offset * 0, split, whose)
+    rank = (c8 // SHARE)[:, None] + offset * 0
+    cluster.send_fours(area, area + SPLITS * PART, held, offset, rank, split, whose)
     barrier()
     if mine > 0:
         WIDE: gl.constexpr = power_of_two(SHARE)

@@ -289,13 +289,13 @@ def trades(
         [
             (_multiply, (
                 w_s, x_s, sw0, sx0, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R, STAGES, HOLD,
-                WORDS, CLUSTER,
+                area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R, STAGES,
+                HOLD, WORDS, CLUSTER,
             )),
             (_multiply, (
                 w_s, x_s, sw1, sx1, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R, STAGES, HOLD,
-                WORDS, CLUSTER,
+                area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R, STAGES,
+                HOLD, WORDS, CLUSTER,
             )),
             (_copy, (
                 w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB, SPLITS, R,
