@@ -5,9 +5,9 @@ another's shared memory.
 A kernel is compiled as if it were alone and started in clusters along its grid's first axis: program_id(0) is
 the rank within the cluster. Beside what Gluon allocates it has one area of its own, by its address:
 
-    base = area(SIZE + 16); expect(base + SIZE, bytes); arrive()  # at the start: this program runs
-    wait(); send(base, base + SIZE, ...)                           # all run
-    received(base + SIZE); pull(base + ...)                        # all that is for this program is there
+    base = area(SIZE + 16); expect(base + SIZE, bytes); arrive_ready()  # at the start: this program runs
+    wait(); send(base, base + SIZE, ...)                                 # all run
+    received(base + SIZE); pull(base + ...)                              # all that is for this program is there
 
 Or `push` instead, without `expect`, and `arrive(); wait()` after it: that barrier waits for the program's
 writes to memory, too (a fence of the whole card).
@@ -69,6 +69,15 @@ def arrive():
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.release.aligned; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def arrive_ready():
+    """As `arrive`, for a program that has only set up its barriers (`expect`): spares a fence of the card."""
+    gl.inline_asm_elementwise(
+        "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned; // $0", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -215,15 +224,15 @@ def pull(address):
 
 
 def launch(
-    kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0, **options
+    kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0
 ) -> None:
     """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
     axis; 1: without clusters. Programmatic launch either way. `end`: bytes of the area that it has by `end`.
     """
     if cluster == 1 and not end:
-        kernel[grid](*arguments, num_warps=num_warps, launch_pdl=True, **options)
+        kernel[grid](*arguments, num_warps=num_warps, launch_pdl=True)
         return
-    compiled = kernel.run(*arguments, grid=grid, warmup=True, num_warps=num_warps, launch_pdl=True, **options)
+    compiled = kernel.run(*arguments, grid=grid, warmup=True, num_warps=num_warps, launch_pdl=True)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     # (warps, programs a cluster, shared memory): Triton compiles clusters differently and launches them alike
     warps, _, shared = compiled.packed_metadata

@@ -17,8 +17,7 @@ import triton
 from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
 from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
-from cedar.kernels.linear_few_hopper import TILE84, few, rows_each
-from cedar.kernels.linear_halves_hopper import halves
+from cedar.kernels.linear_few_hopper import TILE83, TILE84, brought, few, rows_each, together
 from cedar.kernels.linear_many_hopper import area_of, many
 from cedar.kernels.linear_trades_hopper import REGISTERS, area_bytes, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
@@ -61,17 +60,6 @@ class Many(NamedTuple):
     warps: int
     splits: int
     early: bool
-
-
-class Halves(NamedTuple):
-    tokens: int
-    rows: int
-    blocks: int
-    stages: int
-    splits: int
-    early: bool
-    registers: int
-    trades: int = 2
 
 
 class Trades(NamedTuple):
@@ -120,7 +108,7 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     blocks = columns // 128
     share = triton.cdiv(blocks, 8)
     if tokens == 1 and blocks % share == 0 and 100 <= outputs // 16 <= 3 * MULTIPROCESSORS:
-        stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (share + 2), 0, share)
+        stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (brought(share) + 2), 0, share)
         # with few stages, the block that is multiplied would keep one of them from being filled again
         early = outputs // 16 > MULTIPROCESSORS
         return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, early)
@@ -136,11 +124,11 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
         if splits > 1
         else 0
     )
-    stages = _stages(_room(tiles * splits), 2048 * warps, each * (132 * n + 4 * warps), area, each)
+    fixed = brought(each) * 128 * n + each * 4 * (n + warps)
+    stages = _stages(_room(tiles * splits), 2048 * warps, fixed, area, each)
     if splits > 1:
         # with more, the last programs of a cluster or the next launch's find no room
         stages = min(stages, max(4, each // 2 if stages < each else (3 * each + 2) // 5))
-        fixed = each * (132 * n + 4 * warps)
         while stages < each and not granted(area, fixed + 2048 * warps * stages):
             stages += 1
     overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
@@ -278,8 +266,6 @@ def linear_fp8(
         _launch_few(x, codes, weight, scale, out, cut)
     elif codes is None and is_wide(cut):
         linear_wide_hopper.quantising(x, weight, scale, out)
-    elif isinstance(cut, Halves):
-        _launch_halves(codes if codes is not None else quantised(x), weight, scale, out, cut)
     elif isinstance(cut, Many):
         _launch_many(codes if codes is not None else quantised(x), weight, scale, out, cut)
     else:
@@ -310,8 +296,10 @@ def _launch_few(
     if codes is not None:  # one token's shares are rows
         assert codes.scale is not None
         width = 128 * blocks if cut.shares > 1 else columns
-        shape = [columns // width * x.shape[0], width]
-        x_desc = TensorDescriptor(codes.values, shape, [width, 1], [cut.columns, 128], TILE8.value)
+        x_desc = TensorDescriptor(
+            codes.values, [width // 128, columns // width * x.shape[0], 128], [128, width, 1],
+            [together(cut.blocks), cut.columns, 128], TILE83.value,
+        )  # fmt: skip
         words = codes.scale
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
@@ -332,23 +320,6 @@ def _launch_many(
         x.scale, scale, out, tokens, outputs,
         columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.warps, cut.early,
         num_warps=cut.warps,
-    )  # fmt: skip
-
-
-def _launch_halves(
-    x: Prepared, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cut: Halves
-) -> None:
-    outputs, columns = weight.shape
-    tokens = out.shape[0]
-    cluster_hopper.launch(
-        halves, (1, outputs // cut.rows, triton.cdiv(tokens, cut.tokens)), cut.splits,
-        TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
-        TensorDescriptor(x.values, [tokens, columns], [columns, 1], [cut.tokens, 128], TILE8.value),
-        x.scale, scale, out, tokens, outputs,
-        columns, cut.blocks, cut.splits, cut.tokens, cut.rows, cut.stages, cut.trades, cut.early,
-        cut.registers,
-        num_warps=4, end=area_of(cut.tokens, cut.rows, cut.splits) if cut.splits > 1 else 0,
-        maxnreg=cut.registers,
     )  # fmt: skip
 
 

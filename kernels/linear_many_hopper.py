@@ -142,9 +142,14 @@ def many(
         mine = gl.minimum(R // 8 - split * SHARE, SHARE)
         sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * ((SPLITS - 1) * 32) * mine
         cluster.expect(area + SPLITS * PART, sent if mine > 0 else 0)
-        cluster.arrive()
+        cluster.arrive_ready()
     first = split * NB
     count = gl.minimum(NB, BLOCKS - first)
+    S: gl.constexpr = gl.BlockedLayout([1, R // 32], [32, 1], [WARPS, 1], [1, 0])
+    b4 = gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S))
+    g4 = gl.arange(0, R // 32, layout=gl.SliceLayout(0, S))
+    at4 = ((row // 32 + g4) * BLOCKS)[None, :] + gl.minimum(first + b4, BLOCKS - 1)[:, None]
+    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at4)
     w_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, R, 128], TILE8)
     x_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), R // 32], FLAT)
@@ -159,11 +164,6 @@ def many(
         tma.async_copy_global_to_shared(
             w_desc, [row, (first + i) * 128], bars.index(i), w_s.index(i), pred=i < count
         )
-    S: gl.constexpr = gl.BlockedLayout([1, R // 32], [32, 1], [WARPS, 1], [1, 0])
-    b4 = gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S))
-    g4 = gl.arange(0, R // 32, layout=gl.SliceLayout(0, S))
-    at4 = ((row // 32 + g4) * BLOCKS)[None, :] + gl.minimum(first + b4, BLOCKS - 1)[:, None]
-    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at4)
     fetch_descriptor("many_param_5")
     if EARLY:
         grid_release()
@@ -181,8 +181,6 @@ def many(
     d = a
     acc = gl.reshape(a, [M, R // 32, 32])
     C: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
-    sx3 = gl.full([M], 0, gl.int32, gl.SliceLayout(1, C))
-    sw3 = gl.full([R // 32], 0, gl.int32, gl.SliceLayout(0, C))
     for turn in range(count):
         slot = turn % STAGES
         sx = sx_s.index(turn).load(gl.SliceLayout(1, C))
@@ -191,7 +189,6 @@ def many(
         x = x_s.index(slot)
         w = w_s.index(slot)
         p = part(x, w, 0, a)
-        acc = scaled(acc, d, sx3, sw3, 3, M, R)
         q = part(x, w, 1, d)
         a, q = warpgroup_mma_wait(1, deps=[p, q])
         acc = scaled(acc, a, sx, sw, 0, M, R)
@@ -213,9 +210,7 @@ def many(
             tma.async_copy_global_to_shared(
                 x_desc, [token, (first + next) * 128], bars.index(slot), x_s.index(slot), pred=more
             )
-        sx3 = sx
-        sw3 = sw
-    acc = scaled(acc, d, sx3, sw3, 3, M, R)
+        acc = scaled(acc, d, sx, sw, 3, M, R)
     total = gl.convert_layout(gl.reshape(acc, [M, R]), W)
     if SPLITS == 1:
         J: gl.constexpr = written(WARPS, R)

@@ -110,7 +110,7 @@ def _multiply(
 ):  # fmt: skip
     """Trade TRADE: 64 tokens of the program's rows."""
     if CLUSTER:
-        cluster.arrive()
+        cluster.arrive_ready()
     W: gl.constexpr = sums(4, 64, R)
     a = gl.full([64, R], 0.0, gl.float32, W)
     d = a
@@ -136,9 +136,6 @@ def _multiply(
     turn = 0
     for tile in range(tiles):
         acc = gl.reshape(gl.full([64, R], 0.0, gl.float32, W), [64, R // 32, 32])
-        d = gl.full([64, R], 0.0, gl.float32, W)  # the block before's last sum
-        sx3 = gl.full([64], 0, gl.int32, gl.SliceLayout(1, C))
-        sw3 = gl.full([R // 32], 0, gl.int32, gl.SliceLayout(0, C))
         for block in range(count):
             slot = turn % STAGES
             sx = sx_s.index(block).load(gl.SliceLayout(1, C))
@@ -151,7 +148,6 @@ def _multiply(
             mbarrier.wait(bars.index(slot), (turn // STAGES) & 1)
             w = w_s.index(slot)
             p = part(x, w, 0, a)
-            acc = scaled(acc, d, sx3, sw3, 3, 64, R)
             q = part(x, w, 1, d)
             a, q = warpgroup_mma_wait(1, deps=[p, q])
             acc = scaled(acc, a, sx, sw, 0, 64, R)
@@ -163,10 +159,8 @@ def _multiply(
             acc = scaled(acc, a, sx, sw, 2, 64, R)
             d = warpgroup_mma_wait(0, deps=[q])
             warp_arrive(free + 8 * slot)
-            sx3 = sx
-            sw3 = sw
+            acc = scaled(acc, d, sx, sw, 3, 64, R)
             turn += 1
-        acc = scaled(acc, d, sx3, sw3, 3, 64, R)
         total = gl.convert_layout(gl.reshape(acc, [64, R]), W)
         if SPLITS == 1:
             target = out_ptr + t2[:, None].to(gl.int64) * outputs + (r2 + tile * R)[None, :]
@@ -196,7 +190,7 @@ def _copy(
     BYTES: gl.constexpr = R * 128 if HOLD else (R + M) * 128
     turns = tiles * count
     if CLUSTER:
-        cluster.arrive()
+        cluster.arrive_ready()
     for i in gl.static_range(STAGES):
         mbarrier.expect(bars.index(i), BYTES, pred=i < turns)
     for i in gl.static_range(AHEAD):

@@ -176,7 +176,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         },
         {
             "w_desc": block("fp8e4nv", 1, 1, 64, 128),
-            "x_desc": block("fp8e4nv", 16, 128),
+            "x_desc": block("fp8e4nv", 2, 16, 128),
             "out_ptr": "*bf16",
         },
         4,

@@ -30,7 +30,7 @@ def test_so_do_the_cuts_of_widths_that_no_model_has_yet(tokens: int) -> None:
 def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
     from cedar.kernels import cluster_hopper, linear_hopper
     from cedar.kernels.codes_hopper import power_of_two
-    from cedar.kernels.linear_few_hopper import rows_each
+    from cedar.kernels.linear_few_hopper import brought, rows_each
     from cedar.kernels.linear_many_hopper import area_of
     from cedar.kernels.linear_trades_hopper import area_bytes
 
@@ -57,7 +57,8 @@ def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
         assert outputs % (16 * cut.warps // cut.shares) == 0
         area = cut.splits * cut.columns * (4 * rows_each(16 * cut.warps, cut.splits) + 16) + 16
         area = area if cut.splits > 1 else 0
-        shared = 2048 * cut.warps * cut.stages + 132 * cut.columns * cut.blocks + 8 * cut.stages
+        shared = 2048 * cut.warps * cut.stages + 8 * cut.stages
+        shared += cut.columns * (128 * brought(cut.blocks) + 4 * cut.blocks)
         shared += 4 * cut.warps * (1 << (cut.blocks - 1).bit_length())
     elif isinstance(cut, linear_hopper.Many):
         assert tokens > 16
