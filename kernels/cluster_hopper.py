@@ -7,7 +7,7 @@ the rank within the cluster. Beside what Gluon allocates it has one area of its 
 
     base = area(SIZE + 16); expect(base + SIZE, bytes); arrive_ready()  # at the start: this program runs
     wait(); send(base, base + SIZE, ...)                                 # all run
-    received(base + SIZE); pull(base + ...)                              # all that is for this program is there
+    received(base + SIZE); pull(base + ...)                              # all that is for this one is there
 
 Or `push` instead, without `expect`, and `arrive(); wait()` after it: that barrier waits for the program's
 writes to memory, too (a fence of the whole card).
@@ -223,9 +223,7 @@ def pull(address):
     )  # fmt: skip
 
 
-def launch(
-    kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0
-) -> None:
+def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0) -> None:
     """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
     axis; 1: without clusters. Programmatic launch either way. `end`: bytes of the area that it has by `end`.
     """

@@ -53,7 +53,7 @@ def fetch_descriptor(PARAMETER: gl.constexpr):
 
 @gluon.jit
 def barrier_init(address, COUNT: gl.constexpr):
-    """Sets up the mbarrier at an address of shared memory, for COUNT arrivals; the program's first warps do."""
+    """Sets up an mbarrier of shared memory by its address, for COUNT arrivals; the first warps call it."""
     gl.inline_asm_elementwise(
         """{
 .reg .pred p;

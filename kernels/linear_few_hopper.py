@@ -59,8 +59,8 @@ def rows_each(rows, splits):
 
 @gluon.constexpr_function
 def together(blocks):
-    """Blocks of activations that one bulk copy brings, for between two copies stands a barrier; of at most one
-    block more than asked for.
+    """Blocks of activations that one bulk copy brings, for between two copies stands a barrier. All copies
+    bring at most one block too many.
     """
     return min(4 if blocks % 4 in (0, 3) else 2, power_of_two(blocks))
 

@@ -5,9 +5,10 @@
 Otherwise as `linear_many_hopper`, whose eight warps would meet at four barriers a block of channels: trades
 that do not wait for each other keep the matrix units and the multiply-adds busy at the same time.
 
-Channels are shared out over SPLITS programs that leave their sums in memory, wait for one another and add a
-share each. HOLD: all channels of a tile of tokens stay in shared memory while tiles of weights pass, so that
-the cache is asked for activations once a program.
+Channels are shared out over SPLITS programs: those of a cluster, or programs that leave their sums in memory,
+wait for one another and add a share each, where clusters of so many would not all run at once. HOLD: all
+channels of a tile of tokens stay in shared memory while tiles of weights pass, so that the cache is asked for
+activations once a program.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def _add(
     total, area, out_ptr, part_ptr, cell, goal, tokens, outputs, row, token, split, SPLITS: gl.constexpr,
     R: gl.constexpr,
 ):  # fmt: skip
-    """Leaves a trade's sum for the programs that have other channels of it, and adds and writes its share."""
+    """Leaves a trade's sum, but for its own share, for the programs that have other channels of it, and adds
+    and writes that share.
+    """
     SHARE: gl.constexpr = (R // 8 + SPLITS - 1) // SPLITS  # of every eight rows
     WIDE: gl.constexpr = power_of_two(SHARE)
     held = fours(total, 64, R)
@@ -242,8 +245,9 @@ def trades(
     BLOCKS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr,
     HOLD: gl.constexpr, EACH: gl.constexpr, REGISTERS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (1, SPLITS, ceil(outputs / (R EACH)) ceil(tokens / 128)): EACH tiles of R rows and NB blocks of
-    128 channels a program, STAGES blocks on their way. HOLD: SPLITS is 1. More than one split: EACH is 1.
+    """Grid (1, SPLITS, ceil(outputs / (R EACH)) ceil(tokens / 128)), of clusters (SPLITS, 1, the same): EACH
+    tiles of R rows and NB blocks of 128 channels a program, STAGES blocks on their way. HOLD: SPLITS is 1.
+    More than one split: EACH is 1.
     """
     M: gl.constexpr = 64 * TRADES
     wide = (outputs // R + EACH - 1) // EACH
@@ -283,13 +287,13 @@ def trades(
         [
             (_multiply, (
                 w_s, x_s, sw0, sx0, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R, STAGES,
-                HOLD, WORDS, CLUSTER,
+                area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R,
+                STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_multiply, (
                 w_s, x_s, sw1, sx1, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R, STAGES,
-                HOLD, WORDS, CLUSTER,
+                area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R,
+                STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_copy, (
                 w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB, SPLITS, R,
