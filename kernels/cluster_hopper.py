@@ -5,9 +5,9 @@ another's shared memory.
 A kernel is compiled as if it were alone and started in clusters along its grid's first axis: program_id(0) is
 the rank within the cluster. Beside what Gluon allocates it has one area of its own, by its address:
 
-    base = area(SIZE + 16); expect(base + SIZE, bytes); arrive()  # at the start: this program runs
-    wait(); send(base, base + SIZE, ...)                           # all run
-    received(base + SIZE); pull(base + ...)                        # all that is for this program is there
+    base = area(SIZE + 16); expect(base + SIZE, bytes); arrive_ready()  # at the start: this program runs
+    wait(); send(base, base + SIZE, ...)                                 # all run
+    received(base + SIZE); pull(base + ...)                              # all that is for this one is there
 
 Or `push` instead, without `expect`, and `arrive(); wait()` after it: that barrier waits for the program's
 writes to memory, too (a fence of the whole card).
@@ -39,12 +39,45 @@ def area(SIZE: gl.constexpr):
     return gl.inline_asm_elementwise(_declaration(SIZE), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _end(size):
+    """What follows Gluon's own in the shared memory that a launch asks for."""
+    return f"""{{
+.reg .b32 a;
+mov.u32 a, %dynamic_smem_size;
+mov.u32 $0, global_smem;
+add.u32 $0, $0, a;
+sub.u32 $0, $0, {end_bytes(size)};
+}}"""
+
+
+@gluon.constexpr_function
+def end_bytes(size):
+    """Shared memory that an area of `size` bytes at the end takes."""
+    return (size + 127) // 128 * 128
+
+
+@gluon.jit
+def end(SIZE: gl.constexpr):
+    """The address of SIZE bytes at the end of a launch's shared memory, which `launch` is told of."""
+    return gl.inline_asm_elementwise(_end(SIZE), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def arrive():
     """Tells the cluster that this program has come so far and written what it wrote."""
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.release.aligned; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def arrive_ready():
+    """As `arrive`, for a program that has only set up its barriers (`expect`): spares a fence of the card."""
+    gl.inline_asm_elementwise(
+        "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned; // $0", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -117,14 +150,19 @@ mov.b32 $0, a;
 
 
 @gluon.jit
-def send_fours(base, barrier, values, offset, rank, mine):
-    """As `send`, four values that follow one another in a thread at a time, to the offset of the first."""
+def send_fours(base, barrier, values, offset, rank, own, mine):
+    """As `send`, four values that follow one another in a thread at a time, to the offset of the first. What
+    is for program `own`, this one, is stored and does not count; a barrier of the program must follow.
+    """
     gl.inline_asm_elementwise(
         """{
 .reg .b32 a, b;
-.reg .pred p;
-setp.ne.b32 p, $24, 0;
+.reg .pred p, q;
+setp.ne.b32 p, $28, 0;
+setp.eq.and.b32 q, $20, $24, p;
+setp.ne.and.b32 p, $20, $24, p;
 add.u32 a, $4, $16;
+@q st.shared.v4.b32 [a], {$12, $13, $14, $15};
 mapa.shared::cluster.u32 a, a, $20;
 mapa.shared::cluster.u32 b, $8, $20;
 @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$12, $13, $14, $15}, [b];
@@ -133,8 +171,30 @@ mov.b32 $1, a;
 mov.b32 $2, a;
 mov.b32 $3, a;
 }""",
-        "=r,=r,=r,=r" + ",r" * 24,
-        [base + offset * 0, barrier + offset * 0, values, offset, rank, mine.to(gl.int32)],
+        "=r,=r,=r,=r" + ",r" * 28,
+        [base + offset * 0, barrier + offset * 0, values, offset, rank, own + offset * 0, mine.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def keep_fours(base, values, offset, mine):
+    """Stores fp32 `values`, four that follow one another in a thread at a time, to the byte `offset` of the
+    first in this program's area, where `mine`; a barrier of the program must follow.
+    """
+    gl.inline_asm_elementwise(
+        """{
+.reg .b32 a;
+.reg .pred p;
+setp.ne.b32 p, $16, 0;
+add.u32 a, $4, $12;
+@p st.shared.v4.b32 [a], {$8, $9, $10, $11};
+mov.b32 $0, a;
+mov.b32 $1, a;
+mov.b32 $2, a;
+mov.b32 $3, a;
+}""",
+        "=r,=r,=r,=r" + ",r" * 16, [base + offset * 0, values, offset, mine.to(gl.int32)],
         dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
@@ -163,15 +223,18 @@ def pull(address):
     )  # fmt: skip
 
 
-def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int) -> None:
+def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0) -> None:
     """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
-    axis; 1: without clusters. Programmatic launch either way.
+    axis; 1: without clusters. Programmatic launch either way. `end`: bytes of the area that it has by `end`.
     """
-    if cluster == 1:
+    if cluster == 1 and not end:
         kernel[grid](*arguments, num_warps=num_warps, launch_pdl=True)
         return
     compiled = kernel.run(*arguments, grid=grid, warmup=True, num_warps=num_warps, launch_pdl=True)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     # (warps, programs a cluster, shared memory): Triton compiles clusters differently and launches them alike
-    compiled.packed_metadata = (compiled.packed_metadata[0], cluster, *compiled.packed_metadata[2:])
+    warps, _, shared = compiled.packed_metadata
+    if end:
+        shared = (compiled.metadata.shared + 127) // 128 * 128 + end_bytes(end)
+    compiled.packed_metadata = (warps, cluster, shared)
     compiled[grid](*arguments)

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+TILE83 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 3))
 TILE84 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
 
 
@@ -54,6 +55,20 @@ def joined(warps, rows):
 def rows_each(rows, splits):
     """Rows of which each of `splits` programs adds the parts: a power of two."""
     return max(4, power_of_two((rows + splits - 1) // splits))
+
+
+@gluon.constexpr_function
+def together(blocks):
+    """Blocks of activations that one bulk copy brings, for between two copies stands a barrier. All copies
+    bring at most one block too many.
+    """
+    return min(4 if blocks % 4 in (0, 3) else 2, power_of_two(blocks))
+
+
+@gluon.constexpr_function
+def brought(blocks):
+    """Blocks of activations that all copies bring."""
+    return (blocks + together(blocks) - 1) // together(blocks) * together(blocks)
 
 
 @gluon.jit
@@ -97,12 +112,22 @@ def few(
         area = cluster.area(SPLITS * N * STRIDE + 16)
         sent = gl.minimum(tokens - token, N) * (SPLITS * EACH * 4)
         cluster.expect(area + SPLITS * N * STRIDE, sent if split * EACH < ROWS else 0)
-        cluster.arrive()
+        cluster.arrive_ready()
     first = split * NB
     count = gl.minimum(NB, SHARE - first)
+    # a word of scales for every 16 rows and block
+    S: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
+    block = gl.minimum(gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S)), count - 1)
+    r = gl.arange(0, WARPS, layout=gl.SliceLayout(0, S)) * 16
+    share = gl.minimum(r // ROWS, SHARES - 1)
+    line = (row + r % ROWS) // 32 * BLOCKS + share * SHARE + first
+    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + line[None, :] + block[:, None])
     raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
     w_s = raw._reinterpret(gl.float8e4nv, [STAGES, TALL, 128], TILE8)
-    x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB, N, 128], TILE8)
+    XB: gl.constexpr = together(NB)
+    COPIES: gl.constexpr = brought(NB) // XB
+    x_raw = gl.allocate_shared_memory(gl.float8e4nv, [COPIES, XB, N, 128], TILE83)
+    x_s = x_raw._reinterpret(gl.float8e4nv, [NB, N, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), WARPS], FLAT)
     sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), N], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -116,14 +141,8 @@ def few(
     for i in gl.static_range(STAGES):
         mbarrier.expect(bars.index(i), TALL * 128)
         tma.async_copy_global_to_shared(w_desc, [first + i, 0, row, 0], bars.index(i), raw.index(i))
-    # a word of scales for every 16 rows and block
-    S: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
-    block = gl.minimum(gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S)), count - 1)
-    r = gl.arange(0, WARPS, layout=gl.SliceLayout(0, S)) * 16
-    share = gl.minimum(r // ROWS, SHARES - 1)
-    line = (row + r % ROWS) // 32 * BLOCKS + share * SHARE + first
-    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + line[None, :] + block[:, None])
     if CODES:
+        mbarrier.expect(ready, COPIES * XB * N * 128)
         fetch_descriptor("few_param_9")
     if EARLY:
         grid_release()
@@ -131,9 +150,8 @@ def few(
     if not EARLY:
         grid_release()
     if CODES:
-        mbarrier.expect(ready, NB * N * 128)
-        for i in gl.static_range(NB):
-            tma.async_copy_global_to_shared(x_desc, [token, (first + i) * 128], ready, x_s.index(i))
+        for i in gl.static_range(COPIES):
+            tma.async_copy_global_to_shared(x_desc, [first + i * XB, token, 0], ready, x_raw.index(i))
         sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
         barrier()

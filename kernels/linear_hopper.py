@@ -17,15 +17,16 @@ import triton
 from cedar.kernels import cluster_hopper, linear_bulk_hopper, linear_wide_hopper
 from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
-from cedar.kernels.linear_few_hopper import TILE84, few, rows_each
+from cedar.kernels.linear_few_hopper import TILE83, TILE84, brought, few, rows_each, together
 from cedar.kernels.linear_many_hopper import area_of, many
-from cedar.kernels.linear_trades_hopper import REGISTERS, trades
+from cedar.kernels.linear_trades_hopper import REGISTERS, area_bytes, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024  # a multiprocessor's, less what the system takes
 FEW = 16  # tokens up to which a product can quantise
+PARTS = 8  # of the chip, at most, none of which a cluster leaves
 SMALL = 48  # programs that leave room for the next launch's
 MOST = 1024
 
@@ -63,7 +64,8 @@ class Many(NamedTuple):
 
 class Trades(NamedTuple):
     """How 65 tokens and more are cut, 128 a program: rows of a tile, blocks of 128 channels a program,
-    stages, programs that share out the channels, tiles a program, and whether activations stay.
+    stages, programs that share out the channels, tiles a program, whether activations stay, and whether
+    programs that share out the channels are a cluster.
     """
 
     rows: int
@@ -72,6 +74,7 @@ class Trades(NamedTuple):
     splits: int
     each: int
     hold: bool
+    cluster: bool = False
 
 
 class Bulk(NamedTuple):
@@ -105,9 +108,10 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     blocks = columns // 128
     share = triton.cdiv(blocks, 8)
     if tokens == 1 and blocks % share == 0 and 100 <= outputs // 16 <= 3 * MULTIPROCESSORS:
-        stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (share + 2), 0, share)
+        stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (brought(share) + 2), 0, share)
         # with few stages, the block that is multiplied would keep one of them from being filled again
-        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, True)
+        early = outputs // 16 > MULTIPROCESSORS
+        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, early)
     n = 8 if tokens <= 8 else 16
     warps = 8 if outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS else 4
     tiles = outputs // (16 * warps)
@@ -120,10 +124,11 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
         if splits > 1
         else 0
     )
-    stages = _stages(_room(tiles * splits), 2048 * warps, each * (132 * n + 4 * warps), area, each)
-    if splits > 1 and stages < each:
-        stages = min(stages, max(4, each // 2))  # with more, the last programs of a cluster find no room
-        fixed = each * (132 * n + 4 * warps)
+    fixed = brought(each) * 128 * n + each * 4 * (n + warps)
+    stages = _stages(_room(tiles * splits), 2048 * warps, fixed, area, each)
+    if splits > 1:
+        # with more, the last programs of a cluster or the next launch's find no room
+        stages = min(stages, max(4, each // 2 if stages < each else (3 * each + 2) // 5))
         while stages < each and not granted(area, fixed + 2048 * warps * stages):
             stages += 1
     overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
@@ -131,16 +136,19 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     return Few(n, each, stages, warps, 1, splits, overlap, early)
 
 
-def _many(tokens: int, outputs: int, columns: int) -> Many | Trades:
+def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trades:
     blocks = columns // 128
-    m = 64 if tokens <= 64 else 128
+    if tokens <= 64:
+        m = 64
     tall = triton.cdiv(tokens, m)
     if m == 64 and outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS - 4:
         r, splits = 128, 1
     else:
         r, splits = 64, _clusters(m, outputs // 64 * tall, blocks)
     if not splits:
-        return _trades(tall, outputs, blocks)
+        cut = _trades(tall, outputs, blocks)
+        # sums of few blocks take longer to bring together than to make: fewer programs share a tile's
+        return _many(tokens, outputs, columns, 64) if cut.splits > 1 and cut.blocks <= 8 else cut
     each = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, each)
     if splits > 1 and cluster_hopper.area_bytes(area_of(m, r, splits)) > cluster_hopper.AREA_BYTES:
@@ -167,7 +175,12 @@ def _trades(tall: int, outputs: int, blocks: int) -> Trades:
         return Trades(r, blocks, 3, 1, each, True)
     splits = max(MULTIPROCESSORS // (tiles * tall), triton.cdiv(blocks, 128), 1)  # 128: their scales fit
     each = triton.cdiv(blocks, min(64, splits, triton.cdiv(blocks, 2)))
-    return Trades(r, each, min(each, 4), triton.cdiv(blocks, each), 1, False)
+    splits = triton.cdiv(blocks, each)
+    # clusters that surely all run at once, wherever the chip's parts end
+    cluster = 1 < splits <= 8 and tiles * tall * splits <= MULTIPROCESSORS - PARTS * (splits - 1)
+    fixed = power_of_two(each) * (512 + r // 4) + 4 * 1024
+    stages = _stages(SHARED_BYTES, 128 * (r + 128), fixed, area_bytes(r, splits, cluster, 4), min(each, 4))
+    return Trades(r, each, stages, splits, 1, False, cluster)
 
 
 def _clusters(m: int, tiles: int, blocks: int) -> int:
@@ -283,8 +296,10 @@ def _launch_few(
     if codes is not None:  # one token's shares are rows
         assert codes.scale is not None
         width = 128 * blocks if cut.shares > 1 else columns
-        shape = [columns // width * x.shape[0], width]
-        x_desc = TensorDescriptor(codes.values, shape, [width, 1], [cut.columns, 128], TILE8.value)
+        x_desc = TensorDescriptor(
+            codes.values, [width // 128, columns // width * x.shape[0], 128], [128, width, 1],
+            [together(cut.blocks), cut.columns, 128], TILE83.value,
+        )  # fmt: skip
         words = codes.scale
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
@@ -313,12 +328,17 @@ def _launch_trades(
 ) -> None:
     outputs, columns = weight.shape
     tokens, tall = out.shape[0], triton.cdiv(out.shape[0], 128)
-    left = cut.splits * tall * 128 * outputs if cut.splits > 1 else 1
+    left = cut.splits * tall * 128 * outputs if cut.splits > 1 and not cut.cluster else 1
     part = torch.empty(left, dtype=torch.float32, device=out.device)
-    trades[(1, cut.splits, triton.cdiv(outputs // cut.rows, cut.each) * tall)](
+    arguments = (
         TensorDescriptor(weight, [outputs, columns], [columns, 1], [cut.rows, 128], TILE8.value),
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [128, 128], TILE8.value),
-        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs, columns // 128,
-        cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS,
-        num_warps=4, launch_pdl=True,
+        x.scale, scale, out, part, counters(out.device.index or 0), tokens, outputs,
+        columns // 128, cut.blocks, cut.splits, cut.rows, cut.stages, cut.hold, cut.each, REGISTERS,
+        cut.cluster,
+    )  # fmt: skip
+    tiles = triton.cdiv(outputs // cut.rows, cut.each) * tall
+    cluster_hopper.launch(
+        trades, (1, 1, tiles) if cut.cluster else (1, cut.splits, tiles), cut.splits if cut.cluster else 1,
+        *arguments, num_warps=4, end=area_bytes(cut.rows, cut.splits, cut.cluster, cut.stages),
     )  # fmt: skip

@@ -82,6 +82,46 @@ def unfold(values, M: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
+def add_parts(
+    total, area, out_ptr, tokens, outputs, row, token, split, mine, SPLITS: gl.constexpr, M: gl.constexpr,
+    R: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Sends a sum [M, R] to the programs of the cluster, `mine` eights of rows of which this one adds and
+    writes; area: as `area_of` says.
+    """
+    SHARE: gl.constexpr = share_of(R, SPLITS)
+    PART: gl.constexpr = M * SHARE * 32
+    held = fours(total, M, R)
+    F: gl.constexpr = held.type.layout
+    c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
+    i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
+    offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
+    whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
+    rank = (c8 // SHARE)[:, None] + offset * 0
+    cluster.send_fours(area, area + SPLITS * PART, held, offset, rank, split, whose)
+    barrier()
+    if mine > 0:
+        WIDE: gl.constexpr = power_of_two(SHARE)
+        H: gl.constexpr = sums(WARPS, M, 8 * WIDE)
+        E: gl.constexpr = fours(gl.full([M, 8 * WIDE], 0.0, gl.float32, H), M, 8 * WIDE).type.layout
+        c9 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
+        i9 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, E))
+        at = area + (c9 * (32 * M))[:, None] + (i9 * 4)[None, :]
+        cluster.received(area + SPLITS * PART)
+        whole = cluster.pull(at)
+        for s in gl.static_range(1, SPLITS):
+            whole += cluster.pull(at + s * PART)
+        r7 = gl.arange(0, 8 * WIDE, layout=gl.SliceLayout(0, H))
+        t7 = token + gl.arange(0, M, layout=gl.SliceLayout(1, H))
+        target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + split * (8 * SHARE) + r7)[None, :]
+        half = gl.convert_layout(unfold(whole, M, 8 * WIDE), H).to(gl.bfloat16)
+        if R % (8 * SHARE * SPLITS) == 0 and WIDE == SHARE:
+            gl.store(target, half, mask=(t7 < tokens)[:, None])
+        else:
+            gl.store(target, half, mask=(t7 < tokens)[:, None] & (r7 // 8 < mine)[None, :])
+
+
+@gluon.jit
 def many(
     w_desc, x_desc, word_ptr, scale_ptr, out_ptr, tokens, outputs,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
@@ -100,11 +140,16 @@ def many(
         PART: gl.constexpr = M * SHARE * 32
         area = cluster.area(area_of(M, R, SPLITS))
         mine = gl.minimum(R // 8 - split * SHARE, SHARE)
-        sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * (SPLITS * 32) * mine
+        sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * ((SPLITS - 1) * 32) * mine
         cluster.expect(area + SPLITS * PART, sent if mine > 0 else 0)
-        cluster.arrive()
+        cluster.arrive_ready()
     first = split * NB
     count = gl.minimum(NB, BLOCKS - first)
+    S: gl.constexpr = gl.BlockedLayout([1, R // 32], [32, 1], [WARPS, 1], [1, 0])
+    b4 = gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S))
+    g4 = gl.arange(0, R // 32, layout=gl.SliceLayout(0, S))
+    at4 = ((row // 32 + g4) * BLOCKS)[None, :] + gl.minimum(first + b4, BLOCKS - 1)[:, None]
+    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at4)
     w_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, R, 128], TILE8)
     x_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], TILE8)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), R // 32], FLAT)
@@ -119,11 +164,6 @@ def many(
         tma.async_copy_global_to_shared(
             w_desc, [row, (first + i) * 128], bars.index(i), w_s.index(i), pred=i < count
         )
-    S: gl.constexpr = gl.BlockedLayout([1, R // 32], [32, 1], [WARPS, 1], [1, 0])
-    b4 = gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S))
-    g4 = gl.arange(0, R // 32, layout=gl.SliceLayout(0, S))
-    at4 = ((row // 32 + g4) * BLOCKS)[None, :] + gl.minimum(first + b4, BLOCKS - 1)[:, None]
-    words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at4)
     fetch_descriptor("many_param_5")
     if EARLY:
         grid_release()
@@ -179,32 +219,5 @@ def many(
         goal = out_ptr + t3[:, None].to(gl.int64) * outputs + r3[None, :]
         gl.store(goal, gl.convert_layout(total.to(gl.bfloat16), J), mask=(t3 < tokens)[:, None])
     else:
-        held = fours(total, M, R)
-        F: gl.constexpr = held.type.layout
-        c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
-        i8 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, F))
-        offset = split * PART + (c8 % SHARE * (32 * M))[:, None] + (i8 * 4)[None, :]
-        whose = (token + i8 // 128 * 16 < tokens)[None, :] & (offset >= 0)
         cluster.wait()
-        cluster.send_fours(
-            area, area + SPLITS * PART, held, offset, (c8 // SHARE)[:, None] + offset * 0, whose
-        )
-        if mine > 0:
-            WIDE: gl.constexpr = power_of_two(SHARE)
-            H: gl.constexpr = sums(WARPS, M, 8 * WIDE)
-            E: gl.constexpr = fours(gl.full([M, 8 * WIDE], 0.0, gl.float32, H), M, 8 * WIDE).type.layout
-            c9 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
-            i9 = gl.arange(0, 8 * M, layout=gl.SliceLayout(0, E))
-            at = area + (c9 * (32 * M))[:, None] + (i9 * 4)[None, :]
-            cluster.received(area + SPLITS * PART)
-            whole = cluster.pull(at)
-            for s in gl.static_range(1, SPLITS):
-                whole += cluster.pull(at + s * PART)
-            r7 = gl.arange(0, 8 * WIDE, layout=gl.SliceLayout(0, H))
-            t7 = token + gl.arange(0, M, layout=gl.SliceLayout(1, H))
-            target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + split * (8 * SHARE) + r7)[None, :]
-            half = gl.convert_layout(unfold(whole, M, 8 * WIDE), H).to(gl.bfloat16)
-            if R % (8 * SHARE * SPLITS) == 0 and WIDE == SHARE:
-                gl.store(target, half, mask=(t7 < tokens)[:, None])
-            else:
-                gl.store(target, half, mask=(t7 < tokens)[:, None] & (r7 // 8 < mine)[None, :])
+        add_parts(total, area, out_ptr, tokens, outputs, row, token, split, mine, SPLITS, M, R, WARPS)

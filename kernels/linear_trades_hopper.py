@@ -5,24 +5,29 @@
 Otherwise as `linear_many_hopper`, whose eight warps would meet at four barriers a block of channels: trades
 that do not wait for each other keep the matrix units and the multiply-adds busy at the same time.
 
-Channels are shared out over SPLITS programs that leave their sums in memory, wait for one another and add a
-share each. HOLD: all channels of a tile of tokens stay in shared memory while tiles of weights pass, so that
-the cache is asked for activations once a program.
+Channels are shared out over SPLITS programs: those of a cluster, or programs that leave their sums in memory,
+wait for one another and add a share each, where clusters of so many would not all run at once. HOLD: all
+channels of a tile of tokens stay in shared memory while tiles of weights pass, so that the cache is asked for
+activations once a program.
 """
 
 from __future__ import annotations
 
+from cedar.kernels import cluster_hopper as cluster
 from cedar.kernels.codes_hopper import FLAT, FLAT2, TILE8, fetch_words, power_of_two
 from cedar.kernels.grid_hopper import (
     arrive,
     barrier,
+    barrier_init,
+    barrier_wait,
     fetch_descriptor,
     goal_of,
     grid_release,
     grid_wait,
     wait_for,
+    warp_arrive,
 )
-from cedar.kernels.linear_many_hopper import fours, part, scaled, sums, unfold
+from cedar.kernels.linear_many_hopper import add_parts, area_of, fours, part, scaled, share_of, sums, unfold
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,19 +54,37 @@ def written(r):
     return gl.DistributedLinearLayout(regs, lanes, [[16, 0], [32, 0]], [], [64, r])
 
 
+@gluon.constexpr_function
+def area_each(r, splits, cluster):
+    """Bytes in which a trade adds the parts of its share of a sum."""
+    if splits == 1:
+        return 0
+    return (area_of(64, r, splits) + 127) // 128 * 128 if cluster else share_of(r, splits) * 2048
+
+
+@gluon.constexpr_function
+def area_bytes(r, splits, cluster, stages):
+    """Bytes at the end of a program's shared memory: those of both trades and barriers of free stages."""
+    return 2 * area_each(r, splits, cluster) + 8 * stages
+
+
 @gluon.jit
 def _add(
-    total, out_ptr, part_ptr, cell, goal, tokens, outputs, row, token, split, SPLITS: gl.constexpr,
+    total, area, out_ptr, part_ptr, cell, goal, tokens, outputs, row, token, split, SPLITS: gl.constexpr,
     R: gl.constexpr,
 ):  # fmt: skip
-    """Leaves a trade's sum for the programs that have other channels of it, and adds and writes its share."""
+    """Leaves a trade's sum, but for its own share, for the programs that have other channels of it, and adds
+    and writes that share.
+    """
     SHARE: gl.constexpr = (R // 8 + SPLITS - 1) // SPLITS  # of every eight rows
     WIDE: gl.constexpr = power_of_two(SHARE)
     held = fours(total, 64, R)
     F: gl.constexpr = held.type.layout
     c8 = gl.arange(0, R // 8, layout=gl.SliceLayout(1, F))
     i8 = gl.arange(0, 512, layout=gl.SliceLayout(0, F))
-    gl.store(part_ptr + split * (64 * R) + (c8 * 512)[:, None] + i8[None, :], held)
+    keeps = (c8 // SHARE == split)[:, None] & (i8 >= 0)[None, :]
+    gl.store(part_ptr + split * (64 * R) + (c8 * 512)[:, None] + i8[None, :], held, mask=~keeps)
+    cluster.keep_fours(area, held, ((c8 - split * SHARE) * 2048)[:, None] + (i8 * 4)[None, :], keeps)
     arrive(cell, 64 * (split + 1) // SPLITS - 64 * split // SPLITS)
     H: gl.constexpr = sums(4, 64, 8 * WIDE)
     E: gl.constexpr = fours(gl.full([64, 8 * WIDE], 0.0, gl.float32, H), 64, 8 * WIDE).type.layout
@@ -73,21 +96,24 @@ def _add(
     t7 = token + gl.arange(0, 64, layout=gl.SliceLayout(1, H))
     mine = (t7 < tokens)[:, None] & (r7 < gl.minimum(split * SHARE + SHARE, R // 8) * 8)[None, :]
     target = out_ptr + t7[:, None].to(gl.int64) * outputs + (row + r7)[None, :]
+    c7 = gl.minimum(gl.arange(0, WIDE, layout=gl.SliceLayout(1, E)), SHARE - 1)
+    whole = cluster.pull(area + (c7 * 2048)[:, None] + (i9 * 4)[None, :])
     wait_for(cell, goal)
-    whole = gl.load(source, mask=own, other=0.0, cache_modifier=".cg")
-    for s in gl.static_range(1, SPLITS):
-        whole += gl.load(source + s * (64 * R), mask=own, other=0.0, cache_modifier=".cg")
+    for s in gl.static_range(SPLITS):
+        whole += gl.load(source + s * (64 * R), mask=own & (split != s), other=0.0, cache_modifier=".cg")
     gl.store(target, gl.convert_layout(unfold(whole, 64, 8 * WIDE), H).to(gl.bfloat16), mask=mine)
 
 
 @gluon.jit
 def _multiply(
-    w_s, x_s, sw_s, sx_s, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, tokens,
+    w_s, x_s, sw_s, sx_s, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, area, tokens,
     outputs, row, token, first, count, tiles, TRADE: gl.constexpr, BLOCKS: gl.constexpr, NB: gl.constexpr,
     SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr,
-    WORDS: gl.constexpr,
+    WORDS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """Trade TRADE: 64 tokens of the program's rows."""
+    if CLUSTER:
+        cluster.arrive_ready()
     W: gl.constexpr = sums(4, 64, R)
     a = gl.full([64, R], 0.0, gl.float32, W)
     d = a
@@ -105,7 +131,7 @@ def _multiply(
     grid_wait()
     cell = (token // 128 * (outputs // R) + row // R) * TRADES + TRADE
     token += 64 * TRADE
-    if SPLITS > 1:
+    if SPLITS > 1 and not CLUSTER:
         goal = goal_of(count_ptr + cell)
     sw_s._reinterpret(gl.int32, [WORDS, R // 32], FLAT2).store(scales)
     fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, 64, 64, 0, 1, BLOCKS, 4)
@@ -135,25 +161,29 @@ def _multiply(
             a, q = warpgroup_mma_wait(1, deps=[p, q])
             acc = scaled(acc, a, sx, sw, 2, 64, R)
             d = warpgroup_mma_wait(0, deps=[q])
-            mbarrier.arrive(bars.index(STAGES + slot), count=1)
+            warp_arrive(free + 8 * slot)
             acc = scaled(acc, d, sx, sw, 3, 64, R)
             turn += 1
         total = gl.convert_layout(gl.reshape(acc, [64, R]), W)
         if SPLITS == 1:
             target = out_ptr + t2[:, None].to(gl.int64) * outputs + (r2 + tile * R)[None, :]
             gl.store(target, gl.convert_layout(total.to(gl.bfloat16), J), mask=(t2 < tokens)[:, None])
+        elif CLUSTER:
+            mine = gl.minimum(R // 8 - first // NB * share_of(R, SPLITS), share_of(R, SPLITS))
+            cluster.wait()
+            add_parts(total, area, out_ptr, tokens, outputs, row, token, first // NB, mine, SPLITS, 64, R, 4)
         else:
             parts = part_ptr + cell.to(gl.int64) * (SPLITS * 64 * R)
             _add(
-                total, out_ptr, parts, count_ptr + cell, goal, tokens, outputs, row, token, first // NB,
+                total, area, out_ptr, parts, count_ptr + cell, goal, tokens, outputs, row, token, first // NB,
                 SPLITS, R,
             )  # fmt: skip
 
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, w_s, x_s, bars, xbars, row, token, first, count, tiles, NB: gl.constexpr,
-    SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr,
+    w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB: gl.constexpr,
+    SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """The trade that copies, STAGES blocks ahead. Weights are older than the launch before this one, but more
     of them than two blocks before the first activations would only keep those waiting.
@@ -162,6 +192,8 @@ def _copy(
     AHEAD: gl.constexpr = min(2, STAGES)
     BYTES: gl.constexpr = R * 128 if HOLD else (R + M) * 128
     turns = tiles * count
+    if CLUSTER:
+        cluster.arrive_ready()
     for i in gl.static_range(STAGES):
         mbarrier.expect(bars.index(i), BYTES, pred=i < turns)
     for i in gl.static_range(AHEAD):
@@ -196,7 +228,7 @@ def _copy(
                 tma.async_copy_global_to_shared(
                     x_desc, [token, turn * 128], xbars.index(turn), x_s.index(turn)
                 )
-        mbarrier.wait(bars.index(STAGES + slot), (turn // STAGES + 1) & 1)
+        barrier_wait(free + 8 * slot, (turn // STAGES + 1) & 1)
         mbarrier.expect(bars.index(slot), BYTES)
         tma.async_copy_global_to_shared(
             w_desc, [row + turn // count * R, (first + turn % count) * 128], bars.index(slot), w_s.index(slot)
@@ -211,51 +243,61 @@ def _copy(
 def trades(
     w_desc, x_desc, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, tokens, outputs,
     BLOCKS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr,
-    HOLD: gl.constexpr, EACH: gl.constexpr, REGISTERS: gl.constexpr,
+    HOLD: gl.constexpr, EACH: gl.constexpr, REGISTERS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (1, SPLITS, ceil(outputs / (R EACH)) ceil(tokens / 128)): EACH tiles of R rows and NB blocks of
-    128 channels a program, STAGES blocks on their way. HOLD: SPLITS is 1. More than one split: EACH is 1.
+    """Grid (1, SPLITS, ceil(outputs / (R EACH)) ceil(tokens / 128)), of clusters (SPLITS, 1, the same): EACH
+    tiles of R rows and NB blocks of 128 channels a program, STAGES blocks on their way. HOLD: SPLITS is 1.
+    More than one split: EACH is 1.
     """
     M: gl.constexpr = 64 * TRADES
     wide = (outputs // R + EACH - 1) // EACH
     place = gl.program_id(2) % wide
     row = place * (R * EACH)
     token = gl.program_id(2) // wide * M
-    first = gl.program_id(1) * NB
+    split = gl.program_id(0) if CLUSTER else gl.program_id(1)
+    first = split * NB
     count = gl.minimum(NB, BLOCKS - first)
     tiles = gl.minimum(EACH, outputs // R - place * EACH)
     w_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, R, 128], TILE8)
     x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB if HOLD else STAGES, M, 128], TILE8)
     WORDS: gl.constexpr = power_of_two(NB * EACH)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # full, free
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     sw0 = gl.allocate_shared_memory(gl.int32, [WORDS, R // 32], FLAT)
     sw1 = gl.allocate_shared_memory(gl.int32, [WORDS, R // 32], FLAT)
     sx0 = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), 64], FLAT)
     sx1 = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), 64], FLAT)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-        mbarrier.init(bars.index(STAGES + i), count=TRADES)
     xbars = gl.allocate_shared_memory(gl.int64, [NB if HOLD else 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NB if HOLD else 1):
         mbarrier.init(xbars.index(i), count=1)
+    AREA: gl.constexpr = area_each(R, SPLITS, CLUSTER)
+    area = cluster.end(area_bytes(R, SPLITS, CLUSTER, STAGES))
+    free = area + TRADES * AREA
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+        barrier_init(free + 8 * i, 4 * TRADES)
+    if CLUSTER:
+        mine = gl.maximum(0, gl.minimum(R // 8 - split * share_of(R, SPLITS), share_of(R, SPLITS)))
+        for i in gl.static_range(TRADES):
+            sent = gl.maximum(0, gl.minimum((tokens - token - 64 * i + 15) // 16 * 16, 64))
+            cluster.expect(area + (i * AREA + area_of(64, R, SPLITS) - 16), sent * ((SPLITS - 1) * 32) * mine)
     fence_async_shared()
     if SPLITS == 1:
         grid_release()
     gl.warp_specialize(
         [
             (_multiply, (
-                w_s, x_s, sw0, sx0, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R, STAGES, HOLD,
-                WORDS,
+                w_s, x_s, sw0, sx0, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
+                area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R,
+                STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_multiply, (
-                w_s, x_s, sw1, sx1, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
-                tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R, STAGES, HOLD,
-                WORDS,
+                w_s, x_s, sw1, sx1, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
+                area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R,
+                STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_copy, (
-                w_desc, x_desc, w_s, x_s, bars, xbars, row, token, first, count, tiles, NB, SPLITS, R,
-                STAGES, HOLD,
+                w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB, SPLITS, R,
+                STAGES, HOLD, CLUSTER,
             )),
         ],
         [4, 4], [REGISTERS, 24],

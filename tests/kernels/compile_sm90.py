@@ -191,7 +191,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         },
         {
             "w_desc": block("fp8e4nv", 1, 1, 64, 128),
-            "x_desc": block("fp8e4nv", 16, 128),
+            "x_desc": block("fp8e4nv", 2, 16, 128),
             "out_ptr": "*bf16",
         },
         4,
@@ -215,24 +215,28 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         },
         4,
     ),
-    (
-        linear_trades_hopper.trades,
-        {
-            "BLOCKS": 40,
-            "NB": 14,
-            "SPLITS": 3,
-            "R": 128,
-            "STAGES": 4,
-            "HOLD": False,
-            "EACH": 1,
-            "REGISTERS": linear_trades_hopper.REGISTERS,
-        },
-        {
-            "w_desc": block("fp8e4nv", 128, 128),
-            "x_desc": block("fp8e4nv", 128, 128),
-            "out_ptr": "*bf16",
-        },
-        4,
+    *(
+        (
+            linear_trades_hopper.trades,
+            {
+                "BLOCKS": 40,
+                "NB": 14,
+                "SPLITS": 3,
+                "R": 128,
+                "STAGES": 4,
+                "HOLD": False,
+                "EACH": 1,
+                "REGISTERS": linear_trades_hopper.REGISTERS,
+                "CLUSTER": cluster,
+            },
+            {
+                "w_desc": block("fp8e4nv", 128, 128),
+                "x_desc": block("fp8e4nv", 128, 128),
+                "out_ptr": "*bf16",
+            },
+            4,
+        )
+        for cluster in (False, True)
     ),
     *(
         (

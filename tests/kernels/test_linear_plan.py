@@ -30,8 +30,9 @@ def test_so_do_the_cuts_of_widths_that_no_model_has_yet(tokens: int) -> None:
 def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
     from cedar.kernels import cluster_hopper, linear_hopper
     from cedar.kernels.codes_hopper import power_of_two
-    from cedar.kernels.linear_few_hopper import rows_each
+    from cedar.kernels.linear_few_hopper import brought, rows_each
     from cedar.kernels.linear_many_hopper import area_of
+    from cedar.kernels.linear_trades_hopper import area_bytes
 
     cut = linear_hopper.plan(tokens, outputs, columns)
     assert cut is not None
@@ -56,7 +57,8 @@ def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
         assert outputs % (16 * cut.warps // cut.shares) == 0
         area = cut.splits * cut.columns * (4 * rows_each(16 * cut.warps, cut.splits) + 16) + 16
         area = area if cut.splits > 1 else 0
-        shared = 2048 * cut.warps * cut.stages + 132 * cut.columns * cut.blocks + 8 * cut.stages
+        shared = 2048 * cut.warps * cut.stages + 8 * cut.stages
+        shared += cut.columns * (128 * brought(cut.blocks) + 4 * cut.blocks)
         shared += 4 * cut.warps * (1 << (cut.blocks - 1).bit_length())
     elif isinstance(cut, linear_hopper.Many):
         assert tokens > 16
@@ -71,10 +73,14 @@ def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
         assert cut.splits == -(-blocks // cut.blocks) <= 64
         assert cut.each == 1 or cut.hold
         assert cut.splits == 1 or not cut.hold
+        assert not cut.cluster or 1 < cut.splits <= 8
         area = 0
         shared = 128 * (cut.rows * cut.stages + 128 * (blocks if cut.hold else cut.stages)) + 4352
         shared += 512 * power_of_two(blocks if cut.hold else cut.blocks)
         shared += cut.rows // 4 * power_of_two(cut.blocks * cut.each)
+        end = area_bytes(cut.rows, cut.splits, cut.cluster, cut.stages) + 127
+        assert shared > 48 * 1024 or end + shared <= 48 * 1024  # else CUDA would not be asked for it
+        shared += end
     area = cluster_hopper.area_bytes(area) if area else 0
     assert not area or cut.splits <= 8
     assert area <= cluster_hopper.AREA_BYTES
