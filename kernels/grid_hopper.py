@@ -52,53 +52,6 @@ def fetch_descriptor(PARAMETER: gl.constexpr):
 
 
 @gluon.jit
-def barrier_init(address, COUNT: gl.constexpr):
-    """Sets up an mbarrier of shared memory by its address, for COUNT arrivals; the first warps call it."""
-    gl.inline_asm_elementwise(
-        """{
-.reg .pred p;
-.reg .b32 t;
-mov.u32 t, %tid.x;
-setp.eq.u32 p, t, 0;
-@p mbarrier.init.shared::cta.b64 [$1], $2;
-mov.b32 $0, t;
-}""",
-        "=r,r,r", [address, COUNT], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def warp_arrive(address):
-    """Every warp arrives by itself, and waits for no other of its trade as Gluon's arrival does."""
-    gl.inline_asm_elementwise(
-        """{
-.reg .pred p;
-.reg .b32 t;
-mov.u32 t, %laneid;
-setp.eq.u32 p, t, 0;
-@p mbarrier.arrive.shared::cta.b64 _, [$1];
-mov.b32 $0, t;
-}""",
-        "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def barrier_wait(address, parity):
-    """Waits for the end of the phase of that parity."""
-    gl.inline_asm_elementwise(
-        """{
-.reg .pred p;
-AGAIN:
-mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;
-@!p bra AGAIN;
-mov.b32 $0, 0;
-}""",
-        "=r,r,r", [address, parity], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def meet(cell, SPLITS: gl.constexpr):
     """Waits until all SPLITS (at most 64) programs of a group are here; a call adds 64 to the counter.
 

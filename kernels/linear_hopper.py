@@ -19,7 +19,7 @@ from cedar.kernels.codes_hopper import TILE8, power_of_two, quantise
 from cedar.kernels.grid_hopper import counters
 from cedar.kernels.linear_few_hopper import TILE83, TILE84, brought, few, rows_each, together
 from cedar.kernels.linear_many_hopper import area_of, many
-from cedar.kernels.linear_trades_hopper import REGISTERS, area_bytes, trades
+from cedar.kernels.linear_trades_hopper import REGISTERS, area_each, trades
 from cedar.kernels.prepared import CODES, Prepared, empty_codes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -128,7 +128,7 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     stages = _stages(_room(tiles * splits), 2048 * warps, fixed, area, each)
     if splits > 1:
         # with more, the last programs of a cluster or the next launch's find no room
-        stages = min(stages, max(4, each // 2 if stages < each else (3 * each + 2) // 5))
+        stages = min(stages, max(4, each // 2 if stages < each else (2 * each + 1) // 3))
         while stages < each and not granted(area, fixed + 2048 * warps * stages):
             stages += 1
     overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
@@ -179,7 +179,7 @@ def _trades(tall: int, outputs: int, blocks: int) -> Trades:
     # clusters that surely all run at once, wherever the chip's parts end
     cluster = 1 < splits <= 8 and tiles * tall * splits <= MULTIPROCESSORS - PARTS * (splits - 1)
     fixed = power_of_two(each) * (512 + r // 4) + 4 * 1024
-    stages = _stages(SHARED_BYTES, 128 * (r + 128), fixed, area_bytes(r, splits, cluster, 4), min(each, 4))
+    stages = _stages(SHARED_BYTES, 128 * (r + 128), fixed, 2 * area_each(r, splits, cluster), min(each, 4))
     return Trades(r, each, stages, splits, 1, False, cluster)
 
 
@@ -340,5 +340,5 @@ def _launch_trades(
     tiles = triton.cdiv(outputs // cut.rows, cut.each) * tall
     cluster_hopper.launch(
         trades, (1, 1, tiles) if cut.cluster else (1, cut.splits, tiles), cut.splits if cut.cluster else 1,
-        *arguments, num_warps=4, end=area_bytes(cut.rows, cut.splits, cut.cluster, cut.stages),
+        *arguments, num_warps=4, end=2 * area_each(cut.rows, cut.splits, cut.cluster),
     )  # fmt: skip

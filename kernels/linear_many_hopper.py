@@ -142,7 +142,10 @@ def many(
         mine = gl.minimum(R // 8 - split * SHARE, SHARE)
         sent = gl.minimum((tokens - token + 15) // 16 * 16, M) * ((SPLITS - 1) * 32) * mine
         cluster.expect(area + SPLITS * PART, sent if mine > 0 else 0)
-        cluster.arrive_ready()
+        if EARLY:
+            cluster.arrive_ready()
+        else:  # its fence keeps weights back until the launch before has asked for more of its own
+            cluster.arrive()
     first = split * NB
     count = gl.minimum(NB, BLOCKS - first)
     S: gl.constexpr = gl.BlockedLayout([1, R // 32], [32, 1], [WARPS, 1], [1, 0])

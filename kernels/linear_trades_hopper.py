@@ -18,14 +18,11 @@ from cedar.kernels.codes_hopper import FLAT, FLAT2, TILE8, fetch_words, power_of
 from cedar.kernels.grid_hopper import (
     arrive,
     barrier,
-    barrier_init,
-    barrier_wait,
     fetch_descriptor,
     goal_of,
     grid_release,
     grid_wait,
     wait_for,
-    warp_arrive,
 )
 from cedar.kernels.linear_many_hopper import add_parts, area_of, fours, part, scaled, share_of, sums, unfold
 from triton.experimental import gluon
@@ -60,12 +57,6 @@ def area_each(r, splits, cluster):
     if splits == 1:
         return 0
     return (area_of(64, r, splits) + 127) // 128 * 128 if cluster else share_of(r, splits) * 2048
-
-
-@gluon.constexpr_function
-def area_bytes(r, splits, cluster, stages):
-    """Bytes at the end of a program's shared memory: those of both trades and barriers of free stages."""
-    return 2 * area_each(r, splits, cluster) + 8 * stages
 
 
 @gluon.jit
@@ -106,7 +97,7 @@ def _add(
 
 @gluon.jit
 def _multiply(
-    w_s, x_s, sw_s, sx_s, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, area, tokens,
+    w_s, x_s, sw_s, sx_s, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr, area, tokens,
     outputs, row, token, first, count, tiles, TRADE: gl.constexpr, BLOCKS: gl.constexpr, NB: gl.constexpr,
     SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr,
     WORDS: gl.constexpr, CLUSTER: gl.constexpr,
@@ -161,7 +152,7 @@ def _multiply(
             a, q = warpgroup_mma_wait(1, deps=[p, q])
             acc = scaled(acc, a, sx, sw, 2, 64, R)
             d = warpgroup_mma_wait(0, deps=[q])
-            warp_arrive(free + 8 * slot)
+            mbarrier.arrive(bars.index(STAGES + slot), count=1)
             acc = scaled(acc, d, sx, sw, 3, 64, R)
             turn += 1
         total = gl.convert_layout(gl.reshape(acc, [64, R]), W)
@@ -182,7 +173,7 @@ def _multiply(
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB: gl.constexpr,
+    w_desc, x_desc, w_s, x_s, bars, xbars, row, token, first, count, tiles, NB: gl.constexpr,
     SPLITS: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, HOLD: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """The trade that copies, STAGES blocks ahead. Weights are older than the launch before this one, but more
@@ -228,7 +219,7 @@ def _copy(
                 tma.async_copy_global_to_shared(
                     x_desc, [token, turn * 128], xbars.index(turn), x_s.index(turn)
                 )
-        barrier_wait(free + 8 * slot, (turn // STAGES + 1) & 1)
+        mbarrier.wait(bars.index(STAGES + slot), (turn // STAGES + 1) & 1)
         mbarrier.expect(bars.index(slot), BYTES)
         tma.async_copy_global_to_shared(
             w_desc, [row + turn // count * R, (first + turn % count) * 128], bars.index(slot), w_s.index(slot)
@@ -261,7 +252,7 @@ def trades(
     w_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, R, 128], TILE8)
     x_s = gl.allocate_shared_memory(gl.float8e4nv, [NB if HOLD else STAGES, M, 128], TILE8)
     WORDS: gl.constexpr = power_of_two(NB * EACH)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # full, free
     sw0 = gl.allocate_shared_memory(gl.int32, [WORDS, R // 32], FLAT)
     sw1 = gl.allocate_shared_memory(gl.int32, [WORDS, R // 32], FLAT)
     sx0 = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), 64], FLAT)
@@ -270,11 +261,10 @@ def trades(
     for i in gl.static_range(NB if HOLD else 1):
         mbarrier.init(xbars.index(i), count=1)
     AREA: gl.constexpr = area_each(R, SPLITS, CLUSTER)
-    area = cluster.end(area_bytes(R, SPLITS, CLUSTER, STAGES))
-    free = area + TRADES * AREA
+    area = cluster.end(TRADES * AREA)
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-        barrier_init(free + 8 * i, 4 * TRADES)
+        mbarrier.init(bars.index(STAGES + i), count=TRADES)
     if CLUSTER:
         mine = gl.maximum(0, gl.minimum(R // 8 - split * share_of(R, SPLITS), share_of(R, SPLITS)))
         for i in gl.static_range(TRADES):
@@ -286,17 +276,17 @@ def trades(
     gl.warp_specialize(
         [
             (_multiply, (
-                w_s, x_s, sw0, sx0, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
+                w_s, x_s, sw0, sx0, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
                 area, tokens, outputs, row, token, first, count, tiles, 0, BLOCKS, NB, SPLITS, R,
                 STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_multiply, (
-                w_s, x_s, sw1, sx1, bars, xbars, free, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
+                w_s, x_s, sw1, sx1, bars, xbars, word_ptr, scale_ptr, out_ptr, part_ptr, count_ptr,
                 area + AREA, tokens, outputs, row, token, first, count, tiles, 1, BLOCKS, NB, SPLITS, R,
                 STAGES, HOLD, WORDS, CLUSTER,
             )),
             (_copy, (
-                w_desc, x_desc, w_s, x_s, bars, xbars, free, row, token, first, count, tiles, NB, SPLITS, R,
+                w_desc, x_desc, w_s, x_s, bars, xbars, row, token, first, count, tiles, NB, SPLITS, R,
                 STAGES, HOLD, CLUSTER,
             )),
         ],

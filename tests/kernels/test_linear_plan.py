@@ -32,7 +32,7 @@ def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
     from cedar.kernels.codes_hopper import power_of_two
     from cedar.kernels.linear_few_hopper import brought, rows_each
     from cedar.kernels.linear_many_hopper import area_of
-    from cedar.kernels.linear_trades_hopper import area_bytes
+    from cedar.kernels.linear_trades_hopper import area_each
 
     cut = linear_hopper.plan(tokens, outputs, columns)
     assert cut is not None
@@ -78,7 +78,7 @@ def covers_and_fits(tokens: int, outputs: int, columns: int) -> None:
         shared = 128 * (cut.rows * cut.stages + 128 * (blocks if cut.hold else cut.stages)) + 4352
         shared += 512 * power_of_two(blocks if cut.hold else cut.blocks)
         shared += cut.rows // 4 * power_of_two(cut.blocks * cut.each)
-        end = area_bytes(cut.rows, cut.splits, cut.cluster, cut.stages) + 127
+        end = 2 * area_each(cut.rows, cut.splits, cut.cluster)
         assert shared > 48 * 1024 or end + shared <= 48 * 1024  # else CUDA would not be asked for it
         shared += end
     area = cluster_hopper.area_bytes(area) if area else 0
