@@ -403,10 +403,16 @@ def attend_expanded(
     notes = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], _FLAT)
     turns = gl.allocate_shared_memory(gl.float32, [4, 64], _FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [12, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(12):
-        # All threads of those who fetch, and one more when the notes are there; both who weigh.
-        both = b < _P_READY or (b >= _P_FREE and b < _GO)
-        mbarrier.init(bars.index(b), count=129 if b < _FREE else 2 if both else 1)
+    for b in gl.static_range(_READY, _FREE):
+        mbarrier.init(bars.index(b), count=129)  # every thread that fetches, and one more for the notes
+    for b in gl.static_range(_FREE, _P_READY):
+        mbarrier.init(bars.index(b), count=2)
+    for b in gl.static_range(_P_READY, _P_FREE):
+        mbarrier.init(bars.index(b), count=1)
+    for b in gl.static_range(_P_FREE, _GO):
+        mbarrier.init(bars.index(b), count=2)
+    for b in gl.static_range(_GO, _GO + 2):
+        mbarrier.init(bars.index(b), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
