@@ -92,7 +92,7 @@ def _fetch_rows(base, rows, present, tile):
 
 @gluon.jit
 def _count(entries_ptr, token, tokens, entry_count, NAMES: gl.constexpr):
-    """Entries of a query, one a lane, -1 where there are none."""
+    """The place, from 1 on, of each of a query's entries, 0 where there is none; the greatest counts."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, NAMES, layout=line)
     there = (lane < entry_count) & (token < tokens)
@@ -121,7 +121,10 @@ def _fetch(
     tiles, notes, turns, bars,
     TILES: gl.constexpr, NAMES: gl.constexpr, NEAR: gl.constexpr, HALF_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring: q, and with it how many tiles follow; then the window's tiles and those of entries."""
+    """Fills the ring: q, and with it how many tiles follow; then the window's tiles and those of entries.
+
+    Row numbers are read before a place is free, so that only the rows themselves are waited for.
+    """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, _COPY))
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = gl.arange(0, 64, layout=line)
@@ -216,7 +219,10 @@ def _hold(tile, held, turns, BLOCK: gl.constexpr, HALF_ROPE: gl.constexpr):
 def _score(
     sink_ptr, tokens, tiles, notes, turns, held, shares, shrinks, counts, bars, HALF_ROPE: gl.constexpr
 ):
-    """Scores and softmax: p of each tile, and by how much the sums so far shrink; at the end their factor."""
+    """Scores and softmax: p of each tile, and by how much the sums so far shrink; at the end their factor.
+
+    Each of these is a message to those who weigh; m and last number them, and two are under way at most.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     begin = 0
     first = gl.program_id(0)
@@ -250,7 +256,7 @@ def _score(
             s = warpgroup_mma(held.index(1), keys.slice(448, 64, dim=1).permute((1, 0)), s, is_async=True)
             note = notes.index(place).load(gl.SliceLayout(0, _SCORE))
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(bars.index(_GO + ((m + 1) & 1)), count=1, pred=t > 0)
+            mbarrier.arrive(bars.index(_GO + ((m + 1) & 1)), count=1, pred=t > 0)  # the message before
             s = s + note[None, :]
             most = gl.max(s, axis=1) * SCALE
             higher = gl.where(most > top + RAISE, most, top)
@@ -288,7 +294,7 @@ def _flag(trade):
 
 
 @gluon.constexpr_function
-def _note(trade):
+def _mark(trade):
     return f"{{.reg .pred p; setp.gt.f32 p, $1, $2; @p mov.b32 raise_{trade}, 1; mov.b32 $0, 0;}}"
 
 
@@ -303,7 +309,7 @@ def _vote(trade):
 @gluon.jit
 def _any_above(x, limit, HALF: gl.constexpr):
     """Whether a thread of this warp has an x above the limit."""
-    gl.inline_asm_elementwise(_note(HALF), "=r,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_mark(HALF), "=r,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=1)
     return _do(_vote(HALF)) != 0
 
 
@@ -334,7 +340,7 @@ def _write_block(o, start, turns, COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr)
 def _weigh(
     out_ptr, tokens, tiles, turns, shares, shrinks, counts, bars, HALF: gl.constexpr, HALF_ROPE: gl.constexpr
 ):
-    """Half of the output's channels."""
+    """Half of the output's channels. The first message of a query says how many follow."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     begin = 0
     first = gl.program_id(0)
@@ -384,6 +390,10 @@ def attend_expanded(
 ):  # fmt: skip
     """Grid (programs). TILES of entries and NEAR of window rows, 64 each, at most; NAMES: entries, rounded up
     to a power of two.
+
+    Beside the ring: the channels of q that are not in registers, p, its shrinking factors, how many tiles a
+    query has, a place's absent keys (0 or -inf; of q that number), and angles: a query's are read until its
+    output is written, when the third after it may be under way, hence four.
     """
     tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, 64, 512], _SHARED)
     held = gl.allocate_shared_memory(gl.float16, [2, 64, 64], _SHARED)
@@ -393,8 +403,16 @@ def attend_expanded(
     notes = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], _FLAT)
     turns = gl.allocate_shared_memory(gl.float32, [4, 64], _FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [12, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(12):
-        mbarrier.init(bars.index(b), count=129 if b < _FREE else 2 if b < _P_READY or b // 2 == 4 else 1)
+    for b in gl.static_range(_READY, _FREE):
+        mbarrier.init(bars.index(b), count=129)  # every thread that fetches, and one more for the notes
+    for b in gl.static_range(_FREE, _P_READY):
+        mbarrier.init(bars.index(b), count=2)
+    for b in gl.static_range(_P_READY, _P_FREE):
+        mbarrier.init(bars.index(b), count=1)
+    for b in gl.static_range(_P_FREE, _GO):
+        mbarrier.init(bars.index(b), count=2)
+    for b in gl.static_range(_GO, _GO + 2):
+        mbarrier.init(bars.index(b), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
