@@ -137,6 +137,7 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
 
 
 def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trades:
+    """`m`: tokens a program, where there are more than 64."""
     blocks = columns // 128
     if tokens <= 64:
         m = 64

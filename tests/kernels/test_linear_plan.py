@@ -95,6 +95,20 @@ def test_activations_stay_where_rows_are_many_and_channels_fit() -> None:
     assert [isinstance(cut, linear_hopper.Trades) and cut.hold for cut in cuts] == [True, True, False]
 
 
+def test_channels_are_shared_out_over_clusters_that_all_run_at_once() -> None:
+    """Forty clusters of three do not; and with few blocks a program fewer programs share out a tile."""
+    from cedar.kernels import linear_hopper
+
+    many, all_run, wait = (
+        linear_hopper.plan(128, *shape) for shape in ((5120, 2304), (4608, 5120), (5120, 8192))
+    )
+    assert isinstance(many, linear_hopper.Many)
+    assert (many.tokens, many.splits) == (64, 2)
+    assert isinstance(all_run, linear_hopper.Trades)
+    assert isinstance(wait, linear_hopper.Trades)
+    assert (all_run.splits, all_run.cluster, wait.splits, wait.cluster) == (3, True, 3, False)
+
+
 def test_who_quantises() -> None:
     import torch
     from cedar.kernels import linear
