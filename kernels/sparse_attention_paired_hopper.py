@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
-from cedar.kernels.grid_hopper import COUNTER_STEP, barrier, goal_of, grid_release, grid_wait
-from cedar.kernels.sparse_attention_join_hopper import bf16_words, join_share
+from cedar.kernels.grid_hopper import (
+    COUNTER_STEP,
+    SINGLES,
+    arrive,
+    barrier,
+    goal_of,
+    grid_release,
+    grid_wait,
+    wait_for,
+)
+from cedar.kernels.sparse_attention_join_hopper import bf16_words
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -282,6 +291,13 @@ def _prepare(
         entry = gl.load(entries_ptr + token * entry_count + lane, mask=lane < entry_count, other=-1)
         sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
     near_space._reinterpret(gl.int32, [128], _FLAT).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    used = 0
+    if TILES > 0:
+        used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
+    if h == 0:
+        used_space.store(gl.full([32], 0, gl.int32, line) + used)
+        mbarrier.arrive(bars.index(_NAMED), count=1)
+    base, count = _span(split, used, TILES, SPLITS)
     aside = tiles.index(2)._reinterpret(gl.int32, [8, 64, 32], _RING)
     aside_s = tiles.index(2)._reinterpret(gl.int32, [64, 64, 4], _PLAIN2)
     if split == 0:
@@ -291,38 +307,34 @@ def _prepare(
                 raw_s if u == 0 else aside_s.index(32 * h + 23 + u), 2 * h + u % 2,
             )  # fmt: skip
             async_copy.commit_group()
-    used = 0
     if TILES > 0:
         column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
         page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
         page = gl.minimum(gl.maximum(page, 0), page_count - 1)
         place = gl.where(entry >= 0, page * ROWS + gl.maximum(entry, 0) % ROWS, -1)
-        keys_space._reinterpret(gl.int32, [NAMES], _FLAT).store(place)
-        used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
-    if h == 0:
-        used_space.store(gl.full([32], 0, gl.int32, line) + used)
-        mbarrier.arrive(bars.index(_NAMED), count=1)
-    base, count = _span(split, used, TILES, SPLITS)
+        far = keys_space._reinterpret(gl.int32, [NAMES], _FLAT)
     if split == 0:
         for u in gl.static_range(4):
-            async_copy.wait_group(3 if u < 2 else 4 - u)
+            async_copy.wait_group(3 if u == 0 else 2 if u < 3 else 1)
             barrier()
             _expand_window(
                 raw if u == 0 else aside.index(4 * h + u - 1),
                 raw_s if u == 0 else aside_s.index(32 * h + 23 + u), tiles.index(u // 2), 2 * h + u % 2,
             )  # fmt: skip
-            if u == 0:
-                if TILES > 0:  # noqa: SIM102
+            if u % 2 == 1:
+                mbarrier.arrive(bars.index(_READY + u // 2), count=1)
+            if u == 1:
+                if TILES > 0:
+                    far.store(place)
                     if count > 2:
                         barrier()
                         _ask_entries(
                             pages_ptr, keys_space.index(0), raw, raw_s, h, ROWS, PAGE, PAYLOAD, SCALES
                         )
                 async_copy.commit_group()
-            if u % 2 == 1:
-                mbarrier.arrive(bars.index(_READY + u // 2), count=1)
     else:
         if TILES > 0:  # noqa: SIM102
+            far.store(place)
             if count > 0:
                 for u in gl.static_range(2):
                     _ask_entries(
@@ -420,6 +432,8 @@ def _score(
 ):  # fmt: skip
     """Scores and softmax."""
     token, split = _here(SPLITS)
+    if LATE:
+        mbarrier.wait(bars.index(_NAMED), 0)
     q_rest.store(_query(q_ptr, cos_ptr, sin_ptr, token, 480, 32, HALF_ROPE))
     q0 = _query(q_ptr, cos_ptr, sin_ptr, token, 0, 256, HALF_ROPE)
     q1 = _query(q_ptr, cos_ptr, sin_ptr, token, 256, 128, HALF_ROPE)
@@ -481,12 +495,29 @@ def _score(
 
 
 @gluon.jit
+def _last_half(x, layout: gl.constexpr):
+    """The last half of the columns of [64, N]."""
+    _, x = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE: gl.constexpr):
+    """The angles of the last 32 pairs to shared memory; 1 and 0 where nothing turns."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    turn = gl.arange(0, 32, layout=line) - (32 - HALF_ROPE)
+    angles.index(0).store(gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0))
+    angles.index(1).store(gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0))
+
+
+@gluon.jit
 def _write(
-    o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr,
+    o, factor, angles, out_ptr, part_ptr, cos_ptr, sin_ptr,
     COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Writes 256 channels from COLUMN on, eight neighbours a thread."""
     token, split = _here(SPLITS)
+    TURNED: gl.constexpr = SPLITS == 1 and HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE
     o = gl.permute(gl.reshape(o * factor[:, None], [64, 8, 2, 2, 4, 2]), (0, 1, 4, 5, 2, 3))
     even, odd = gl.split(o)  # [64, 8 groups, 4, 2, 2]
     even = gl.convert_layout(gl.reshape(even, [64, 128]), _Q_WORDS, assert_trivial=True)
@@ -495,17 +526,109 @@ def _write(
         words = _pack_half(even, odd)
         start = part_ptr.to(gl.pointer_type(gl.int32)) + (token * SPLITS + split) * 16384
     else:
+        words = bf16_words(even, odd)
         start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
-        if HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE:
-            turn = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, _Q_WORDS)) - (256 - HALF_ROPE)
-            cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
-            sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-            words = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
-        else:
-            words = bf16_words(even, odd)
+    if TURNED and HALF_ROPE > 32:
+        turn = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, _Q_WORDS)) - (256 - HALF_ROPE)
+        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
+        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
+        words = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
+    if TURNED and HALF_ROPE <= 32:
+        half: gl.constexpr = _query_layout(128)
+        last: gl.constexpr = _query_layout(64)
+        cos = angles.index(0).load(gl.SliceLayout(0, last))[None, :]
+        sin = angles.index(1).load(gl.SliceLayout(0, last))[None, :]
+        even = _last_half(_last_half(even, half), last)
+        odd = _last_half(_last_half(odd, half), last)
+        turned = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
+        first, second = gl.split(gl.permute(gl.reshape(words, [64, 2, 64]), (0, 2, 1)))
+        third, _ = gl.split(gl.permute(gl.reshape(second, [64, 2, 32]), (0, 2, 1)))
+        second = gl.permute(gl.join(gl.convert_layout(third, last, assert_trivial=True), turned), (0, 2, 1))
+        second = gl.convert_layout(gl.reshape(second, [64, 64]), half, assert_trivial=True)
+        first = gl.convert_layout(first, half, assert_trivial=True)
+        words = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, 128])
+        words = gl.convert_layout(words, _Q_WORDS, assert_trivial=True)
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, _Q_WORDS))
     pair = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, _Q_WORDS))
     gl.store(start + head[:, None] * 256 + pair[None, :], words)
+
+
+@gluon.jit
+def _singles(words):
+    """The two fp16 of words, fp32."""
+    return gl.inline_asm_elementwise(
+        SINGLES, "=f,=f,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def join_share(
+    part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token, split,
+    COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Writes 256 channels from COLUMN on of this program's share of the heads, once all parts are there.
+
+    For four warps, two of such trades a program: COLUMN 0 and COLUMN 256.
+    part fp16 [tokens, SPLITS, 64, 512], lse fp32 [tokens, SPLITS, 64].
+    """
+    SHARE: gl.constexpr = (64 + SPLITS - 1) // SPLITS
+    HEADS: gl.constexpr = 8 if SPLITS > 4 else 16 if SPLITS > 2 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    pair = COLUMN // 2 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    words = part_ptr.to(gl.pointer_type(gl.int32)) + token * SPLITS * 16384 + pair[None, :]
+    last = gl.minimum((split + 1) * SHARE, 64)
+    TURNED: gl.constexpr = HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE
+    if TURNED:
+        turn = pair - (256 - HALF_ROPE)
+        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
+        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
+    first = split * SHARE + gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
+    first_sink = gl.load(sink_ptr + first, mask=first < last, other=0.0)
+    arrive(spot, gl.where(split == 0, 65 - 2 * SPLITS, 1) if COLUMN == 0 else 1)
+    wait_for(spot, goal)
+    for beginning in range(split * SHARE, last, HEADS):
+        head = beginning + gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
+        real = head < last
+        sink = first_sink
+        if SHARE > HEADS:
+            sink = gl.load(sink_ptr + head, mask=real, other=0.0)
+        sink = sink * 1.4426950408889634
+        lse = lse_ptr + token * SPLITS * 64 + head
+        even = gl.full([HEADS, 128], 0.0, gl.float32, layout)
+        odd = gl.full([HEADS, 128], 0.0, gl.float32, layout)
+        if SPLITS == 2:
+            one = gl.load(lse, mask=real, other=0.0)
+            two = gl.load(lse + 64, mask=real, other=0.0)
+            some = gl.load(words + (head * 256)[:, None], mask=real[:, None], other=0)
+            more = gl.load(words + (16384 + head * 256)[:, None], mask=real[:, None], other=0)
+            peak = gl.maximum(gl.maximum(one, two), sink)
+            one = gl.exp2(one - peak)
+            two = gl.exp2(two - peak)
+            total = gl.exp2(sink - peak) + one + two
+            a, b = _singles(some)
+            c, d = _singles(more)
+            even = one[:, None] * a + two[:, None] * c
+            odd = one[:, None] * b + two[:, None] * d
+        else:
+            peak = sink
+            for i in gl.static_range(SPLITS):
+                peak = gl.maximum(peak, gl.load(lse + i * 64, mask=real, other=0.0))
+            total = gl.exp2(sink - peak)
+            for i in gl.static_range(SPLITS):
+                weight = gl.exp2(gl.load(lse + i * 64, mask=real, other=0.0) - peak)
+                total += weight
+                a, b = _singles(gl.load(words + (i * 16384 + head * 256)[:, None], mask=real[:, None], other=0))
+                even += weight[:, None] * a
+                odd += weight[:, None] * b
+        inverse = (1.0 / total)[:, None]
+        even = even * inverse
+        odd = odd * inverse
+        if TURNED:
+            out = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
+        else:
+            out = bf16_words(even, odd)
+        start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
+        gl.store(start + (head * 256)[:, None] + pair[None, :], out, mask=real[:, None])
 
 
 @gluon.jit
@@ -513,8 +636,8 @@ def _weigh(
     cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
     out_ptr, part_ptr, lse_ptr, count_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count,
-    near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, bars,
-    PART: gl.constexpr,
+    near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+    bars, PART: gl.constexpr,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
     PREFETCH: gl.constexpr,
@@ -535,6 +658,8 @@ def _weigh(
         near_space, keys_space, used_space, raw, raw_s, tiles, bars, PART,
         ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, SPLITS,
     )  # fmt: skip
+    if SPLITS == 1 and PART == 1 and HALF_ROPE > 0 and HALF_ROPE <= 32:
+        _keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     slot = 0
     for t in range(count):
@@ -570,7 +695,7 @@ def _weigh(
     if SPLITS > 1 and PART == 0:
         head = gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC))
         gl.store(lse_ptr + (token * SPLITS + split) * 64 + head, lse_shared.load(gl.SliceLayout(1, _ACC)))
-    _write(o, factor, out_ptr, part_ptr, cos_ptr, sin_ptr, 256 * PART, HALF_ROPE, SPLITS)
+    _write(o, factor, angles, out_ptr, part_ptr, cos_ptr, sin_ptr, 256 * PART, HALF_ROPE, SPLITS)
     if SPLITS > 1:
         join_share(
             part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token, split,
@@ -605,6 +730,7 @@ def attend_trades(
     p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
     shrink_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
     lse_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
+    angles = gl.allocate_shared_memory(gl.float32, [2, 32], _FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(6):
         mbarrier.init(bars.index(b), count=1 if b == _NAMED or b == _P_READY else 2)
@@ -620,15 +746,15 @@ def attend_trades(
                 cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
-                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, bars,
-                0, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
+                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+                bars, 0, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
             )),
             (_weigh, (
                 cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
-                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, bars,
-                1, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
+                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+                bars, 1, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
             )),
         ],
         [4, 4], [WEIGH_REGISTERS, WEIGH_REGISTERS],
@@ -636,3 +762,4 @@ def attend_trades(
 
 
 PREFETCH = gl.constexpr(True)
+LATE = gl.constexpr(True)  # whether q is asked for only once the names of keys are there
