@@ -68,6 +68,7 @@ _PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SCORE, 2))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_FOUR = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Words [64, 128] of q's first half as the left operand wants them: a thread loads eight channels at a time.
@@ -427,7 +428,7 @@ def _query(q_ptr, cos_ptr, sin_ptr, token, COLUMN: gl.constexpr, N: gl.constexpr
 @gluon.jit
 def _score(
     q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
-    near_space, keys_space, used_space, q_rest, tiles, p_shared, shrink_shared, lse_shared, bars,
+    near_space, keys_space, used_space, q_rest, tiles, p_shared, shrink_shared, raised_shared, lse_shared, bars,
     TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax."""
@@ -468,6 +469,10 @@ def _score(
             present = near >= 0
         s = gl.where(present[None, :], s, float("-inf"))
         new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
+        if LAZY:
+            raised = new_top > top + SLACK
+            new_top = gl.where(raised, new_top, top)
+            raised = gl.reshape(raised.to(gl.int32), [4, 16])
         p = gl.exp2(s * scale - new_top[:, None])
         shrink = gl.exp2(top - new_top)
         top = new_top
@@ -475,6 +480,8 @@ def _score(
         mbarrier.wait(bars.index(_P_FREE), (t & 1) ^ 1)
         p_shared.store(p.to(gl.float16))
         shrink_shared.store(shrink)
+        if LAZY:
+            raised_shared.store(gl.max(raised, axis=1))
         fence_async_shared()
         mbarrier.arrive(bars.index(_P_READY), count=1)
         turn = gl.where(slot == 2, turn ^ 1, turn)
@@ -636,7 +643,7 @@ def _weigh(
     cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
     out_ptr, part_ptr, lse_ptr, count_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count,
-    near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+    near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles,
     bars, PART: gl.constexpr,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
@@ -683,9 +690,13 @@ def _weigh(
                         _prefetch_entries(
                             pages_ptr, keys_space.index(base + t + 2), PART, ROWS, PAGE, PAYLOAD, SCALES
                         )
-        shrink = shrink_shared.load(gl.SliceLayout(1, _ACC))
+        if LAZY:
+            if gl.max(raised_shared.load(_FOUR), axis=0) > 0:
+                o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
+        else:
+            o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
         tile = _half_tile(tiles.index(slot))
-        o = warpgroup_mma(p_shared, tile.slice(256 * PART, 256, dim=1), o * shrink[:, None], is_async=True)
+        o = warpgroup_mma(p_shared, tile.slice(256 * PART, 256, dim=1), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(bars.index(_P_FREE), count=1)
         slot = gl.where(slot == 2, 0, slot + 1)
@@ -729,6 +740,7 @@ def attend_trades(
     q_rest = gl.allocate_shared_memory(gl.float16, [64, 32], _Q_SHARED)
     p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
     shrink_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
+    raised_shared = gl.allocate_shared_memory(gl.int32, [4], _FLAT)
     lse_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
     angles = gl.allocate_shared_memory(gl.float32, [2, 32], _FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
@@ -739,21 +751,21 @@ def attend_trades(
         [
             (_score, (
                 q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
-                near_space, keys_space, used_space, q_rest, tiles, p_shared, shrink_shared, lse_shared, bars,
+                near_space, keys_space, used_space, q_rest, tiles, p_shared, shrink_shared, raised_shared, lse_shared, bars,
                 TILES, HALF_ROPE, SPLITS,
             )),
             (_weigh, (
                 cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
-                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles,
                 bars, 0, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
             )),
             (_weigh, (
                 cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
-                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, lse_shared, angles,
+                near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles,
                 bars, 1, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
             )),
         ],
@@ -762,4 +774,6 @@ def attend_trades(
 
 
 PREFETCH = gl.constexpr(True)
+LAZY = gl.constexpr(True)
+SLACK = gl.constexpr(8.0)  # by so many powers of two a probability may exceed one before all are shrunk
 LATE = gl.constexpr(True)  # whether q is asked for only once the names of keys are there
