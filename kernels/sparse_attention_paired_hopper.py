@@ -43,9 +43,7 @@ _RAW3 = _linear(
     [16, 16, 2],
 )
 # A quarter's raw words of window rows [64, 32], pairs of them [64, 16], and their scales' spread [64, 4, 4].
-_NEAR = _linear(
-    [[0, 1], [0, 2], [0, 4], [32, 0]], [*_ROWS8, [0, 8], [0, 16]], [[8, 0], [16, 0]], [64, 32]
-)
+_NEAR = _linear([[0, 1], [0, 2], [0, 4], [32, 0]], [*_ROWS8, [0, 8], [0, 16]], [[8, 0], [16, 0]], [64, 32])
 _NEAR_PAIR = _linear([[0, 1], [0, 2], [32, 0]], [*_ROWS8, [0, 4], [0, 8]], [[8, 0], [16, 0]], [64, 16])
 _NEAR3 = _linear(
     [[0, 0, 1], [0, 0, 2], [32, 0, 0]],
@@ -291,7 +289,8 @@ def _prepare(
         lane = gl.arange(0, NAMES, layout=line)
         entry = gl.load(entries_ptr + token * entry_count + lane, mask=lane < entry_count, other=-1)
         sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
-    near_space._reinterpret(gl.int32, [128], _FLAT).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    row = gl.maximum(gl.minimum(row, window_count - 1), -1).to(gl.int32)
+    near_space._reinterpret(gl.int32, [128], _FLAT).store(row)
     used = 0
     if TILES > 0:
         used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
@@ -624,7 +623,9 @@ def join_share(
             for i in gl.static_range(SPLITS):
                 weight = gl.exp2(gl.load(lse + i * 64, mask=real, other=0.0) - peak)
                 total += weight
-                a, b = _singles(gl.load(words + (i * 16384 + head * 256)[:, None], mask=real[:, None], other=0))
+                a, b = _singles(
+                    gl.load(words + (i * 16384 + head * 256)[:, None], mask=real[:, None], other=0)
+                )
                 even += weight[:, None] * a
                 odd += weight[:, None] * b
         inverse = (1.0 / total)[:, None]
