@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Registers a thread of those who weigh (twice); those who score have what is left.
 WEIGH_REGISTERS = 160
+AHEAD = gl.constexpr(2)  # parts of a tile that are expanded before the product starts beside which the rest is
+SLACK = gl.constexpr(8.0)  # by so many powers of two a probability may exceed one before all are shrunk
 
 
 def _linear(registers, lanes, warps, shape):
@@ -51,15 +53,19 @@ _NEAR3 = _linear(
     [[8, 0, 0], [16, 0, 0]],
     [64, 4, 4],
 )
-# Rows on their way from memory, 16 bytes a thread.
-_COPY = _linear(
+# A row's four words of scales, and rows on their way from memory, 16 bytes a thread.
+_CODES = _linear([[0, 1], [0, 2], [32, 0]], [*_ROWS8, [0, 0], [0, 0]], [[8, 0], [16, 0]], [64, 4])
+_COPY = _linear([[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [16, 32])
+_COPY_S = _linear([[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]], [[0, 0], [0, 0]], [16, 4])
+_COPY_NEAR = _linear(
     [[0, 1], [0, 2], [16, 0], [32, 0]],
     [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
     [[4, 0], [8, 0]],
     [64, 32],
 )
-_COPY_N = _linear([[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [0, 0]], [64, 4])
-_SECTORS = _linear([[32, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [64, 4])
+_COPY_NEAR_S = _linear(
+    [[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [0, 0]], [64, 4]
+)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _RING = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -172,87 +178,70 @@ def _in_place(a, b, c, d):
 
 @gluon.jit
 def _ask_entries(
-    pages, keys, raw, raw_s, h: gl.constexpr,
+    pages, keys, raw, raw_s, more, h: gl.constexpr, part: gl.constexpr,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for half h of the channels of 64 entries: payload to raw, scales to raw_s."""
+    """Asks for half h of the channels of 16 of 64 entries, if any more are wanted."""
+    keys = keys.slice(16 * part, 16, dim=0)
     place = gl.maximum(keys.load(gl.SliceLayout(1, _COPY)), 0)
     start = pages + ((place // ROWS).to(gl.int64) * PAGE + PAYLOAD + h * 128 + (place % ROWS) * 256)
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, _COPY))
     source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    async_copy.async_copy_global_to_shared(raw, source)
-    place = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_N)), 0)
+    async_copy.async_copy_global_to_shared(
+        raw.slice(16 * part, 16, dim=0), source, mask=gl.full([16, 32], 0, gl.int32, _COPY) < more
+    )
+    place = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_S)), 0)
     start = pages + ((place // ROWS).to(gl.int64) * PAGE + SCALES + h * 16 + (place % ROWS) * 32)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPY_N))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPY_S))
     source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    async_copy.async_copy_global_to_shared(raw_s, source)
+    async_copy.async_copy_global_to_shared(
+        raw_s.slice(16 * part, 16, dim=0), source, mask=gl.full([16, 4], 0, gl.int32, _COPY_S) < more
+    )
 
 
 @gluon.jit
-def _ask_window(window, keys, raw, raw_s, quarter: gl.constexpr):
-    """The same of a quarter of 64 window rows."""
-    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY)), 0)
+def _ask_window(window, keys, raw, raw_s, quarter):
+    """Asks for a quarter of the channels of 64 window rows."""
+    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_NEAR)), 0)
     start = window + (row.to(gl.int64) * 528 + quarter * 128)
-    word = gl.arange(0, 32, layout=gl.SliceLayout(0, _COPY))
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, _COPY_NEAR))
     source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
     async_copy.async_copy_global_to_shared(raw, source)
-    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_N)), 0)
+    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_NEAR_S)), 0)
     start = window + (row.to(gl.int64) * 528 + 512)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPY_N))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPY_NEAR_S))
     source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
     async_copy.async_copy_global_to_shared(raw_s, source)
 
 
 @gluon.jit
-def _prefetch(start):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [start.to(gl.int64, bitcast=True)],
-        dtype=gl.int32, is_pure=False, pack=1,
+def _expand_entries(raw, raw_s, tile, h: gl.constexpr, part: gl.constexpr):
+    """Half the channels of 16 raw entries as fp16·2^-7 in a tile."""
+    words = raw.slice(16 * part, 16, dim=0).load(_RAW)
+    codes_space = raw_s._reinterpret(gl.uint8, [64, 16], _PLAIN2).slice(16 * part, 16, dim=0)
+    codes = codes_space.load(gl.SliceLayout(2, _RAW3)).to(gl.int32)
+    bits = codes * 0x00800080  # E4M3's bits as two fp16: value·2^-8
+    power = gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, 0x78007800], dtype=gl.int32, is_pure=True, pack=1
+    )
+    wide = power[:, :, None] + gl.full([16, 16, 2], 0, gl.int32, _RAW3)
+    scale = gl.convert_layout(gl.reshape(wide, [16, 32]), _RAW, assert_trivial=True)
+    a, b, c, d = gl.inline_asm_elementwise(
+        _FP4_WORDS, "=&r,=&r,=&r,=&r,r,r", [words, scale],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
+    _part_of(tile, 2, h).slice(16 * part, 16, dim=0).store(_in_place(a, b, c, d))
 
 
 @gluon.jit
-def _prefetch_entries(
-    pages, keys, h: gl.constexpr,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
-    """Brings half h of 64 entries to L2; of the scales, all with h = 1."""
-    place = gl.maximum(keys.load(gl.SliceLayout(1, _SECTORS)), 0)
-    start = pages + ((place // ROWS).to(gl.int64) * PAGE + PAYLOAD + h * 128 + (place % ROWS) * 256)
-    sector = 32 * gl.arange(0, 4, layout=gl.SliceLayout(0, _SECTORS))
-    _prefetch(start[:, None] + sector[None, :])
-    if h == 1:
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        place = gl.maximum(keys.load(line), 0)
-        _prefetch(pages + ((place // ROWS).to(gl.int64) * PAGE + SCALES + (place % ROWS) * 32))
-
-
-@gluon.jit
-def _expand_entries(raw, raw_s, tile, h: gl.constexpr):
-    """Half the channels of raw entries as fp16·2^-7 in a tile."""
-    for part in gl.static_range(4):
-        words = raw.slice(16 * part, 16, dim=0).load(_RAW)
-        codes_space = raw_s._reinterpret(gl.uint8, [64, 16], _PLAIN2).slice(16 * part, 16, dim=0)
-        codes = codes_space.load(gl.SliceLayout(2, _RAW3)).to(gl.int32)
-        bits = codes * 0x00800080  # E4M3's bits as two fp16: value·2^-8
-        power = gl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, 0x78007800], dtype=gl.int32, is_pure=True, pack=1
-        )
-        wide = power[:, :, None] + gl.full([16, 16, 2], 0, gl.int32, _RAW3)
-        scale = gl.convert_layout(gl.reshape(wide, [16, 32]), _RAW, assert_trivial=True)
-        a, b, c, d = gl.inline_asm_elementwise(
-            _FP4_WORDS, "=&r,=&r,=&r,=&r,r,r", [words, scale],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        _part_of(tile, 2, h).slice(16 * part, 16, dim=0).store(_in_place(a, b, c, d))
-
-
-@gluon.jit
-def _expand_window(raw, raw_s, tile, quarter: gl.constexpr):
-    """The same of a quarter of the channels of window rows."""
+def _expand_window(raw, raw_s, tile, quarter):
+    """The same of a quarter of the channels of 64 window rows."""
     words = raw.load(_NEAR)
-    code_space = raw_s._reinterpret(gl.uint8, [64, 16], _PLAIN2).slice(4 * quarter, 4, dim=1)
-    code = code_space.load(gl.SliceLayout(2, _NEAR3)).to(gl.int32)
+    column = gl.arange(0, 4, layout=gl.SliceLayout(0, _CODES))
+    four = gl.sum(gl.where(column[None, :] == quarter, raw_s.load(_CODES), 0), axis=1)
+    four = gl.convert_layout(four, gl.SliceLayout(1, gl.SliceLayout(2, _NEAR3)), assert_trivial=True)
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _NEAR3)))
+    code = (four[:, None] >> (8 * group)[None, :]) & 255
     normal = (gl.minimum(code, 141) - 111) << 10
     power = (
         gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0))
@@ -271,6 +260,33 @@ def _expand_window(raw, raw_s, tile, quarter: gl.constexpr):
 
 
 @gluon.jit
+def _expand_and_ask(
+    pages, following, raw, raw_s, tile, ready, more, h: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Parts FIRST to LAST of a tile from raw rows to fp16, and asks for the same of the following tile."""
+    for part in gl.static_range(FIRST, LAST):
+        if part % 2 == 0:
+            async_copy.wait_group(1)
+            barrier()
+        _expand_entries(raw, raw_s, tile, h, part)
+        barrier()
+        _ask_entries(pages, following, raw, raw_s, more, h, part, ROWS, PAGE, PAYLOAD, SCALES)
+        if part % 2 == 1:
+            async_copy.commit_group()
+    if FIRST < 4 and LAST == 4:
+        mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _near_raw(tiles, u, h: gl.constexpr):
+    """Where unit u of the window waits: in the place of the tile after its own."""
+    place = tiles.index(1 + (u >> 1))
+    raw = place._reinterpret(gl.int32, [8, 64, 32], _RING).index(4 * h + (u & 1))
+    return raw, place._reinterpret(gl.int32, [64, 64, 4], _PLAIN2).index(32 * h + 16)
+
+
+@gluon.jit
 def _prepare(
     pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count,
@@ -278,9 +294,7 @@ def _prepare(
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Names all keys, expands half h of the first two tiles, asks for the third. The rows of these wait in the
-    third tile's place until it is needed.
-    """
+    """Names all keys, asks for the first entries, and expands half h of the window's two tiles."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token, split = _here(SPLITS)
     near = gl.arange(0, 128, layout=line)
@@ -298,14 +312,10 @@ def _prepare(
         used_space.store(gl.full([32], 0, gl.int32, line) + used)
         mbarrier.arrive(bars.index(_NAMED), count=1)
     base, count = _span(split, used, TILES, SPLITS)
-    aside = tiles.index(2)._reinterpret(gl.int32, [8, 64, 32], _RING)
-    aside_s = tiles.index(2)._reinterpret(gl.int32, [64, 64, 4], _PLAIN2)
     if split == 0:
-        for u in gl.static_range(4):
-            _ask_window(
-                window_ptr, near_space.index(u // 2), raw if u == 0 else aside.index(4 * h + u - 1),
-                raw_s if u == 0 else aside_s.index(32 * h + 23 + u), 2 * h + u % 2,
-            )  # fmt: skip
+        for u in range(2):
+            near_raw, near_raw_s = _near_raw(tiles, u, h)
+            _ask_window(window_ptr, near_space.index(0), near_raw, near_raw_s, 2 * h + u)
             async_copy.commit_group()
     if TILES > 0:
         column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
@@ -314,49 +324,39 @@ def _prepare(
         place = gl.where(entry >= 0, page * ROWS + gl.maximum(entry, 0) % ROWS, -1)
         far = keys_space._reinterpret(gl.int32, [NAMES], _FLAT)
     if split == 0:
-        for u in gl.static_range(4):
-            async_copy.wait_group(3 if u == 0 else 2 if u < 3 else 1)
+        for u in range(4):
+            async_copy.wait_group(1)
             barrier()
-            _expand_window(
-                raw if u == 0 else aside.index(4 * h + u - 1),
-                raw_s if u == 0 else aside_s.index(32 * h + 23 + u), tiles.index(u // 2), 2 * h + u % 2,
-            )  # fmt: skip
-            if u % 2 == 1:
-                mbarrier.arrive(bars.index(_READY + u // 2), count=1)
-            if u == 1:
-                if TILES > 0:
+            if u < 2:
+                near_raw, near_raw_s = _near_raw(tiles, u + 2, h)
+                _ask_window(window_ptr, near_space.index(1), near_raw, near_raw_s, 2 * h + u)
+            if TILES > 0:  # noqa: SIM102
+                if u == 3:
                     far.store(place)
-                    if count > 2:
-                        barrier()
+                    barrier()
+                    for part in gl.static_range(4):
                         _ask_entries(
-                            pages_ptr, keys_space.index(0), raw, raw_s, h, ROWS, PAGE, PAYLOAD, SCALES
-                        )
-                async_copy.commit_group()
+                            pages_ptr, keys_space.index(0), raw, raw_s, count - 2, h, part,
+                            ROWS, PAGE, PAYLOAD, SCALES,
+                        )  # fmt: skip
+                        if part == 1:
+                            async_copy.commit_group()
+            async_copy.commit_group()
+            near_raw, near_raw_s = _near_raw(tiles, u, h)
+            _expand_window(near_raw, near_raw_s, tiles.index(u >> 1), 2 * h + (u & 1))
+            if (u & 1) == 1:
+                mbarrier.arrive(bars.index(_READY + (u >> 1)), count=1)
     else:
-        if TILES > 0:  # noqa: SIM102
+        if TILES > 0:
             far.store(place)
-            if count > 0:
-                for u in gl.static_range(2):
-                    _ask_entries(
-                        pages_ptr, keys_space.index(gl.minimum(base + u - 2, TILES - 1)),
-                        aside.index(4 * h) if u else raw, aside_s.index(32 * h + 24) if u else raw_s,
-                        h, ROWS, PAGE, PAYLOAD, SCALES,
-                    )  # fmt: skip
-                    async_copy.commit_group()
-                async_copy.wait_group(1)
-                barrier()
-                _expand_entries(raw, raw_s, tiles.index(0), h)
-                mbarrier.arrive(bars.index(_READY), count=1)
+            barrier()
+            for part in gl.static_range(4):
                 _ask_entries(
-                    pages_ptr, keys_space.index(gl.minimum(base, TILES - 1)), raw, raw_s,
-                    h, ROWS, PAGE, PAYLOAD, SCALES,
+                    pages_ptr, keys_space.index(gl.minimum(base - 2, TILES - 1)), raw, raw_s, count, h, part,
+                    ROWS, PAGE, PAYLOAD, SCALES,
                 )  # fmt: skip
-                async_copy.commit_group()
-                async_copy.wait_group(1)
-                barrier()
-                _expand_entries(aside.index(4 * h), aside_s.index(32 * h + 24), tiles.index(1), h)
-                mbarrier.arrive(bars.index(_READY + 1), count=1)
-    fence_async_shared()
+                if part % 2 == 1:
+                    async_copy.commit_group()
     return base, count
 
 
@@ -432,15 +432,13 @@ def _score(
 ):  # fmt: skip
     """Scores and softmax."""
     token, split = _here(SPLITS)
-    if LATE:
-        mbarrier.wait(bars.index(_NAMED), 0)
+    mbarrier.wait(bars.index(_NAMED), 0)
     q_rest.store(_query(q_ptr, cos_ptr, sin_ptr, token, 480, 32, HALF_ROPE))
     q0 = _query(q_ptr, cos_ptr, sin_ptr, token, 0, 256, HALF_ROPE)
     q1 = _query(q_ptr, cos_ptr, sin_ptr, token, 256, 128, HALF_ROPE)
     q2 = _query(q_ptr, cos_ptr, sin_ptr, token, 384, 64, HALF_ROPE)
     q3 = _query(q_ptr, cos_ptr, sin_ptr, token, 448, 32, HALF_ROPE)
     fence_async_shared()
-    mbarrier.wait(bars.index(_NAMED), 0)
     base, count = _span(split, _used(used_space), TILES, SPLITS)
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
@@ -448,10 +446,8 @@ def _score(
     turn = 0
     for t in range(count):
         mbarrier.wait(bars.index(_READY + slot), turn)
-        if t < 2:
-            fence_async_shared()
-        if t < 2:
-            fence_async_shared()
+        fence_async_shared()
+        fence_async_shared()
         tile = _half_tile(tiles.index(slot))
         s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
         s = warpgroup_mma(q_rest, tile.slice(480, 32, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -468,19 +464,20 @@ def _score(
             present = near >= 0
         s = gl.where(present[None, :], s, float("-inf"))
         new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
-        if LAZY:
-            raised = new_top > top + SLACK
-            new_top = gl.where(raised, new_top, top)
-            raised = gl.reshape(raised.to(gl.int32), [4, 16])
+        raised = new_top > top + SLACK
+        new_top = gl.where(raised, new_top, top)
+        raised = gl.max(gl.reshape(raised.to(gl.int32), [4, 16]), axis=1)
         p = gl.exp2(s * scale - new_top[:, None])
         shrink = gl.exp2(top - new_top)
         top = new_top
         total = total * shrink + gl.sum(p, axis=1)
+        half = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=False, pack=2
+        )
         mbarrier.wait(bars.index(_P_FREE), (t & 1) ^ 1)
-        p_shared.store(p.to(gl.float16))
+        p_shared.store(half)
         shrink_shared.store(shrink)
-        if LAZY:
-            raised_shared.store(gl.max(raised, axis=1))
+        raised_shared.store(raised)
         fence_async_shared()
         mbarrier.arrive(bars.index(_P_READY), count=1)
         turn = gl.where(slot == 2, turn ^ 1, turn)
@@ -648,7 +645,6 @@ def _weigh(
     bars, PART: gl.constexpr,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
     TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """256 channels from 256 PART on: of the keys, expanded two tiles ahead, and of the output.
 
@@ -669,38 +665,41 @@ def _weigh(
     if SPLITS == 1 and PART == 1 and HALF_ROPE > 0 and HALF_ROPE <= 32:
         _keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
-    slot = 0
-    for t in range(count):
-        mbarrier.wait(bars.index(_P_READY), t & 1)
+    later = gl.where(split == 0, 2, 0)
+    for t in range(gl.where(split == 0, 0, -2), count):
+        if t >= 0:
+            mbarrier.wait(bars.index(_P_READY), t & 1)
         if TILES > 0:  # noqa: SIM102
             if t + 2 < count:
-                later = gl.where(slot == 0, 2, slot - 1)
-                async_copy.wait_group(0)
-                barrier()
-                _expand_entries(raw, raw_s, tiles.index(later), PART)
-                fence_async_shared()
-                mbarrier.arrive(bars.index(_READY + later), count=1)
-                if t + 3 < count:
-                    _ask_entries(
-                        pages_ptr, keys_space.index(base + t + 1), raw, raw_s, PART,
-                        ROWS, PAGE, PAYLOAD, SCALES,
-                    )  # fmt: skip
-                async_copy.commit_group()
-                if PREFETCH:  # noqa: SIM102
-                    if t + 4 < count:
-                        _prefetch_entries(
-                            pages_ptr, keys_space.index(base + t + 2), PART, ROWS, PAGE, PAYLOAD, SCALES
-                        )
-        if LAZY:
+                _expand_and_ask(
+                    pages_ptr, keys_space.index(gl.minimum(base + t + 1, TILES - 1)), raw, raw_s,
+                    tiles.index(later), bars.index(_READY + later), count - t - 3,
+                    PART, 0, AHEAD, ROWS, PAGE, PAYLOAD, SCALES,
+                )  # fmt: skip
+        slot = gl.where(later == 2, 0, later + 1)
+        if t >= 0:
             if gl.max(raised_shared.load(_FOUR), axis=0) > 0:
                 o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
+            tile = _half_tile(tiles.index(slot))
+            o = warpgroup_mma(p_shared, tile.slice(256 * PART, 256, dim=1), o, is_async=True)
+            if TILES > 0:  # noqa: SIM102
+                if t + 2 < count:
+                    _expand_and_ask(
+                        pages_ptr, keys_space.index(gl.minimum(base + t + 1, TILES - 1)), raw, raw_s,
+                        tiles.index(later), bars.index(_READY + later), count - t - 3,
+                        PART, AHEAD, 4, ROWS, PAGE, PAYLOAD, SCALES,
+                    )  # fmt: skip
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(bars.index(_P_FREE), count=1)
         else:
-            o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
-        tile = _half_tile(tiles.index(slot))
-        o = warpgroup_mma(p_shared, tile.slice(256 * PART, 256, dim=1), o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars.index(_P_FREE), count=1)
-        slot = gl.where(slot == 2, 0, slot + 1)
+            if TILES > 0:  # noqa: SIM102
+                if t + 2 < count:
+                    _expand_and_ask(
+                        pages_ptr, keys_space.index(gl.minimum(base + t + 1, TILES - 1)), raw, raw_s,
+                        tiles.index(later), bars.index(_READY + later), count - t - 3,
+                        PART, AHEAD, 4, ROWS, PAGE, PAYLOAD, SCALES,
+                    )  # fmt: skip
+        later = slot
     async_copy.wait_group(0)
     mbarrier.wait(bars.index(_P_READY), count & 1)
     factor = shrink_shared.load(gl.SliceLayout(1, _ACC))
@@ -760,21 +759,15 @@ def attend_trades(
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
                 near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles,
-                bars, 0, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
+                bars, 0, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS,
             )),
             (_weigh, (
                 cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
                 out_ptr, part_ptr, lse_ptr, count_ptr,
                 page_count, sequences, table_width, window_count, entry_count, row_count,
                 near_space, keys_space, used_space, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles,
-                bars, 1, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS, PREFETCH,
+                bars, 1, ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, HALF_ROPE, SPLITS,
             )),
         ],
         [4, 4], [WEIGH_REGISTERS, WEIGH_REGISTERS],
     )  # fmt: skip
-
-
-PREFETCH = gl.constexpr(True)
-LAZY = gl.constexpr(True)
-SLACK = gl.constexpr(8.0)  # by so many powers of two a probability may exceed one before all are shrunk
-LATE = gl.constexpr(True)  # whether q is asked for only once the names of keys are there
