@@ -270,7 +270,6 @@ def _expand_and_ask(
             async_copy.wait_group(1)
             barrier()
         _expand_entries(raw, raw_s, tile, h, part)
-        barrier()
         _ask_entries(pages, following, raw, raw_s, more, h, part, ROWS, PAGE, PAYLOAD, SCALES)
         if part % 2 == 1:
             async_copy.commit_group()
@@ -446,7 +445,6 @@ def _score(
     turn = 0
     for t in range(count):
         mbarrier.wait(bars.index(_READY + slot), turn)
-        fence_async_shared()
         fence_async_shared()
         tile = _half_tile(tiles.index(slot))
         s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
