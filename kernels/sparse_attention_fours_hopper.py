@@ -60,6 +60,9 @@ _SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SCORE, 2))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _FOUR = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
+_EACH = gl.constexpr(
+    gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [64])
+)  # all 64 in every warp
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Words [64, 128] of q's first half as the left operand wants them: a thread loads eight channels at a time.
@@ -392,6 +395,16 @@ def _query_layout(N):
 
 
 @gluon.jit
+def _present(near_space, keys_space, tile, TILES: gl.constexpr, layout: gl.constexpr):
+    """A number for each key of a tile, below zero where it is absent."""
+    present = near_space.index(gl.minimum(tile, 1)).load(layout)
+    if TILES > 0:
+        far = keys_space.index(gl.maximum(tile - 2, 0)).load(layout)
+        present = gl.where(tile < 2, present, far)
+    return present
+
+
+@gluon.jit
 def _score(
     q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
     near_space, keys_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared, bars,
@@ -416,14 +429,11 @@ def _score(
             left, tile.slice(0, 256, dim=1).permute((1, 0)), s, use_acc=False, is_async=True
         )
         s = warpgroup_mma(right, tile.slice(256, 256, dim=1).permute((1, 0)), s, is_async=True)
+        least = gl.min(_present(near_space, keys_space, base + t, TILES, _EACH), axis=0)
         s = warpgroup_mma_wait(0, deps=[s])
-        near = near_space.index(gl.minimum(base + t, 1)).load(gl.SliceLayout(0, _SCORE))
-        if TILES > 0:
-            far = keys_space.index(gl.maximum(base + t - 2, 0)).load(gl.SliceLayout(0, _SCORE))
-            present = gl.where(base + t < 2, near, far) >= 0
-        else:
-            present = near >= 0
-        s = gl.where(present[None, :], s, float("-inf"))
+        if least < 0:
+            present = _present(near_space, keys_space, base + t, TILES, gl.SliceLayout(0, _SCORE)) >= 0
+            s = gl.where(present[None, :], s, float("-inf"))
         new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
         raised = new_top > top + SLACK
         new_top = gl.where(raised, new_top, top)
