@@ -80,7 +80,8 @@ def arguments(
     return (
         (torch.randn(tokens, 64, 512) * 0.7).bfloat16().cuda(), pages.cuda(), (payload, scales), table.cuda(),
         torch.randint(0, SEQUENCES, (tokens,), dtype=index).cuda(), entries.cuda(), window.cuda(),
-        near.cuda(), torch.randn(64).cuda(), (angles.cos().cuda(), angles.sin().cuda()) if half_rope else None,
+        near.cuda(), torch.randn(64).cuda(),
+        (angles.cos().cuda(), angles.sin().cuda()) if half_rope else None,
     )  # fmt: skip
 
 

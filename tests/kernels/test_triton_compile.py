@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
 
 WGMMA = {
-    "attend_hopper", "decode_scores", "score_one", "score_many", "few", "many", "trades", "hidden", "output",
-    "one_slot", "one_token", "tiles_of_eight", "grouped_few", "entries", "sublayer_tiles", "sublayer_rounds",
+    "attend_hopper", "attend_trades", "decode_scores", "score_one", "score_many", "few", "many", "trades",
+    "hidden", "output", "one_slot", "one_token", "tiles_of_eight", "grouped_few", "entries", "sublayer_tiles", "sublayer_rounds",
     "bulk", "wide", "grouped_bulk", "logit_parts",
 }  # fmt: skip
 SHARED_LIMIT = 227 * 1024
