@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 
 WGMMA = {
     "attend_hopper", "attend_trades", "decode_scores", "score_one", "score_many", "few", "many", "trades",
-    "hidden", "output", "one_slot", "one_token", "tiles_of_eight", "grouped_few", "entries", "sublayer_tiles", "sublayer_rounds",
-    "bulk", "wide", "grouped_bulk", "logit_parts",
+    "hidden", "output", "one_slot", "one_token", "tiles_of_eight", "grouped_few", "entries", "sublayer_tiles",
+    "sublayer_rounds", "bulk", "wide", "grouped_bulk", "logit_parts",
 }  # fmt: skip
 SHARED_LIMIT = 227 * 1024
 
