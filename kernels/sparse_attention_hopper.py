@@ -189,7 +189,8 @@ def _produce(
         lane = gl.arange(0, NAMES, layout=line)
         entry = gl.load(entries_ptr + token * entry_count + lane, mask=lane < entry_count, other=-1)
         sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
-    rows._reinterpret(gl.int32, [128], _FLAT).store(gl.minimum(row, window_count - 1).to(gl.int32))
+    row = gl.maximum(gl.minimum(row, window_count - 1), -1).to(gl.int32)  # of 64 bits, they may be far below
+    rows._reinterpret(gl.int32, [128], _FLAT).store(row)
     words, codes = _load_window(window_ptr, rows.index(0), 0)
     used = 0
     if TILES > 0:

@@ -2,10 +2,11 @@
 """Sparse attention on packed pages: RoPE of q, both key sets, one softmax with a sink, inverse RoPE, in
 one pass (spec §3).
 
-On Hopper with 64 heads of 512 `sparse_attention_hopper` does the work, for a chunk whose keys are expanded
-already `sparse_attention_wide_hopper`, where queries are few or heads have 128 channels
-`sparse_attention_few_hopper`; here are the kernel for every other shape and the choice. Page and
-row numbers outside what they index are clamped, so nothing out of bounds is read.
+On Hopper with 64 heads of 512 `sparse_attention_trades_hopper` does the work, `sparse_attention_hopper` where
+more than two programs share a query, `sparse_attention_wide_hopper` for a chunk whose keys are expanded
+already; where queries are few or heads have 128 channels `sparse_attention_few_hopper`. Here are the kernel
+for every other shape and the choice. Page and row numbers outside what they index are clamped, so nothing
+out of bounds is read.
 """
 
 from __future__ import annotations
@@ -269,7 +270,6 @@ def _attend_hopper(
     half_rope: int,
 ) -> None:
     from cedar.kernels.grid_hopper import counters
-    from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
 
     q = given[0]
     part, lse = q, given[9]
@@ -277,8 +277,23 @@ def _attend_hopper(
         part = torch.empty(q.shape[0], parts, *q.shape[1:], dtype=torch.float16, device=q.device)
         lse = torch.empty(q.shape[0], parts, q.shape[1], dtype=torch.float32, device=q.device)
     tiles = -(-sizes[4] // 64)
-    attend_hopper[(q.shape[0], parts)](
+    arguments = (
         *given, part, lse, counters(q.device.index or 0), *sizes, scale * 128.0,
         *place, tiles, 64 * triton.next_power_of_2(max(1, tiles)), half_rope, parts,
-        FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    if parts <= 2 and tiles <= 8:  # most of the time is in the loop over tiles, and the names of keys fit
+        from cedar.kernels.sparse_attention_trades_hopper import (
+            PRODUCE_REGISTERS,
+            WEIGH_REGISTERS,
+            attend_trades,
+        )
+
+        attend_trades[(q.shape[0], parts)](
+            *arguments, WEIGH_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True
+        )
+        return
+    from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
+
+    attend_hopper[(q.shape[0], parts)](
+        *arguments, FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True
+    )

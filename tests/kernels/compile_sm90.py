@@ -47,6 +47,7 @@ from cedar.kernels import (
     select_slices_triton,
     sparse_attention_few_hopper,
     sparse_attention_hopper,
+    sparse_attention_trades_hopper,
     sparse_attention_wide_hopper,
     weights_hopper,
     wide_keys_triton,
@@ -96,6 +97,25 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         },
         {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
         4,
+    ),
+    *(
+        (
+            sparse_attention_trades_hopper.attend_trades,
+            {
+                **PAGE,
+                "PAYLOAD": 136_704,
+                "SCALES": 202_240,
+                "TILES": 8,
+                "NAMES": 512,
+                "HALF_ROPE": 32,
+                "SPLITS": splits,
+                "WEIGH_REGISTERS": sparse_attention_trades_hopper.WEIGH_REGISTERS,
+                "PRODUCE_REGISTERS": sparse_attention_trades_hopper.PRODUCE_REGISTERS,
+            },
+            {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*bf16" if splits == 1 else "*fp16"},
+            4,
+        )
+        for splits in (1, 2)
     ),
     (
         sparse_attention_wide_hopper.attend_expanded,

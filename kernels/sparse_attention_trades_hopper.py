@@ -1,0 +1,368 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Sparse attention for Hopper's matrix units, 64 heads of 512: four trades of warps around shared tiles.
+
+One program holds one query's 64 heads, or two share its keys and meet at the end. Of four warps each: one
+trade fetches entries, two tiles of 64 keys ahead, and expands them to fp16 in one of two shared tiles
+(`_produce`); one multiplies them with q, half of it in registers, and takes the softmax (`_score`); two
+expand the window's tiles at the start and then weigh, half of the channels each (`_weigh`). They meet at
+mbarriers.
+A tile's place is free again in halves: the next keys are expanded while the product is half done.
+"""
+
+from __future__ import annotations
+
+from cedar.kernels.grid_hopper import COUNTER_STEP, barrier, goal_of, grid_release, grid_wait
+from cedar.kernels.sparse_attention_heads_hopper import (
+    keep_angles,
+    query_left,
+    query_shared,
+    swap_halves,
+    write_half,
+)
+from cedar.kernels.sparse_attention_keys_hopper import (
+    RAW,
+    RAW_SCALES,
+    TILE_WORDS,
+    ask_entries,
+    ask_window,
+    expand_entries,
+    expand_window,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Registers a thread of those who weigh (twice) and produce; those who score have what is left.
+WEIGH_REGISTERS, PRODUCE_REGISTERS = 160, 64
+SLACK = gl.constexpr(8.0)  # powers of two by which a probability may exceed one before all are shrunk
+
+
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_FOUR = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
+_EACH = gl.constexpr(
+    gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [64])
+)  # all 64 in every warp
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# Barriers: how many tiles are used is known; a tile is ready, two of them; half a tile's keys are free again,
+# two of each; p and its shrinking factors are ready, and free again; the second half of q is ready.
+_NAMED, _READY, _FREE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(3)
+_P_READY, _P_FREE, _Q_READY = gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
+
+
+@gluon.jit
+def _here(SPLITS: gl.constexpr):
+    """The token and split of this program."""
+    if SPLITS == 1:
+        token = gl.program_id(0)
+        split = gl.program_id(1)  # none, which the compiler may not know: it fails otherwise
+    else:
+        place = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        token = place // SPLITS
+        split = place % SPLITS
+    return token.to(gl.int64), split
+
+
+@gluon.jit
+def _span(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
+    """A split's first tile and how many it takes: the first has the window's two, then a share of entries."""
+    if SPLITS == 1:
+        base = 0
+        count = 2 + used
+    else:
+        share: gl.constexpr = (TILES + 3) // 2 if TILES > 1 else 2
+        base = gl.where(split == 0, 0, share)
+        count = gl.maximum(gl.minimum(gl.where(split == 0, share, TILES + 2 - share), 2 + used - base), 0)
+    return base, count
+
+
+@gluon.jit
+def _used(used_space):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(used_space.load(layout), axis=0)
+
+
+@gluon.jit
+def _window(
+    q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count,
+    near_space, q_tile, ring, ring_s, tiles, bars, h: gl.constexpr, token, HALF_ROPE: gl.constexpr,
+):  # fmt: skip
+    """Half h of the channels of the window's two tiles, and a quarter of q while they are on their way.
+
+    Raw rows of the first wait in the second tile's place, those of the second in the ring.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    near = gl.arange(0, 128, layout=line)
+    row = gl.load(rows_ptr + token * row_count + near, mask=near < row_count, other=-1)
+    row = gl.maximum(gl.minimum(row, window_count - 1), -1).to(gl.int32)
+    near_space._reinterpret(gl.int32, [128], _FLAT).store(row)
+    first = tiles.index(1)._reinterpret(gl.int32, [8, 64, 32], RAW)
+    first_s = tiles.index(1)._reinterpret(gl.int32, [64, 64, 4], RAW_SCALES).index(32 * h + 16)
+    second = ring.index(1 + h)._reinterpret(gl.int32, [2, 64, 32], RAW)
+    second_s = ring_s.index(1 + h)._reinterpret(gl.int32, [2, 64, 4], RAW_SCALES).index(0)
+    for k in range(2):
+        ask_window(window_ptr, near_space.index(0), first.index(4 * h + k), first_s, 2 * h + k)
+        async_copy.commit_group()
+    mbarrier.wait(bars.index(_NAMED), 0)
+    query_shared(q_ptr, cos_ptr, sin_ptr, q_tile, token, h, HALF_ROPE)
+    mbarrier.arrive(bars.index(_Q_READY), count=1)
+    for k in range(2):
+        async_copy.wait_group(1)
+        barrier()
+        ask_window(window_ptr, near_space.index(1), second.index(k), second_s, 2 * h + k)
+        async_copy.commit_group()
+        expand_window(first.index(4 * h + k), first_s, tiles.index(0), 2 * h + k)
+    mbarrier.arrive(bars.index(_READY), count=1)
+    for k in range(2):
+        async_copy.wait_group(1)
+        async_copy.commit_group()
+        barrier()
+        expand_window(second.index(k), second_s, tiles.index(1), 2 * h + k)
+    mbarrier.arrive(bars.index(_READY + 1), count=1)
+
+
+@gluon.jit
+def _produce(
+    pages_ptr, table_ptr, seq_ptr, entries_ptr, page_count, sequences, table_width, entry_count,
+    keys_space, used_space, ring, ring_s, tiles, bars,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, NAMES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Fetches entries two tiles ahead and expands them into shared memory, 32 keys a turn."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    token, split = _here(SPLITS)
+    used = 0
+    if TILES > 0:
+        lane = gl.arange(0, NAMES, layout=line)
+        entry = gl.load(entries_ptr + token * entry_count + lane, mask=lane < entry_count, other=-1)
+        sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
+        used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
+    used_space.store(gl.full([32], 0, gl.int32, line) + used)
+    mbarrier.arrive(bars.index(_NAMED), count=1)
+    base, count = _span(split, used, TILES, SPLITS)
+    if TILES > 0:
+        column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
+        page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
+        page = gl.minimum(gl.maximum(page, 0), page_count - 1)
+        place = gl.where(entry >= 0, page * ROWS + gl.maximum(entry, 0) % ROWS, -1)
+        keys_space._reinterpret(gl.int32, [NAMES], _FLAT).store(place)
+        barrier()
+        first = gl.where(split == 0, 2, 0)
+        at = 0
+        after = 0
+        for t in range(first - 2, count):
+            if t >= first:
+                async_copy.wait_group(1)
+                barrier()
+            if split == 0:  # noqa: SIM102
+                if t == 1:  # the window's second tile waits in the rest of the ring
+                    mbarrier.wait(bars.index(_READY + 1), 0)
+            if t + 2 < count:
+                ask_entries(
+                    pages_ptr, keys_space.index(base + t), ring.index(after), ring_s.index(after),
+                    ROWS, PAGE, PAYLOAD, SCALES,
+                )  # fmt: skip
+            async_copy.commit_group()
+            after = gl.where(after == 2, 0, after + 1)
+            if t >= first:
+                slot = t & 1
+                for part in gl.static_range(2):
+                    mbarrier.wait(bars.index(_FREE + 2 * slot + part), ((t >> 1) & 1) ^ 1)
+                    expand_entries(ring.index(at), ring_s.index(at), tiles.index(slot), part)
+                mbarrier.arrive(bars.index(_READY + slot), count=2)
+                at = gl.where(at == 2, 0, at + 1)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _half_tile(words):
+    return words._reinterpret(gl.float16, [64, 512], _SHARED)
+
+
+@gluon.jit
+def _present(near_space, keys_space, tile, TILES: gl.constexpr, layout: gl.constexpr):
+    """A number for each key of a tile, below zero where it is absent."""
+    present = near_space.index(gl.minimum(tile, 1)).load(layout)
+    if TILES > 0:
+        far = keys_space.index(gl.maximum(tile - 2, 0)).load(layout)
+        present = gl.where(tile < 2, present, far)
+    return present
+
+
+@gluon.jit
+def _score(
+    q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
+    near_space, keys_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
+    bars, TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax."""
+    token, split = _here(SPLITS)
+    mbarrier.wait(bars.index(_NAMED), 0)
+    left = query_left(q_ptr, cos_ptr, sin_ptr, token, HALF_ROPE)
+    base, count = _span(split, _used(used_space), TILES, SPLITS)
+    mbarrier.wait(bars.index(_Q_READY), 0)
+    top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
+    total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
+    right = q_tile._reinterpret(gl.float16, [64, 256], _SHARED)
+    for t in range(count):
+        slot = t & 1
+        mbarrier.wait(bars.index(_READY + slot), (t >> 1) & 1)
+        fence_async_shared()
+        tile = _half_tile(tiles.index(slot))
+        s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
+        s = warpgroup_mma(left, tile.slice(0, 256, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(right, tile.slice(256, 256, dim=1).permute((1, 0)), s, is_async=True)
+        least = gl.min(_present(near_space, keys_space, base + t, TILES, _EACH), axis=0)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if least < 0:
+            present = _present(near_space, keys_space, base + t, TILES, gl.SliceLayout(0, _SCORE)) >= 0
+            s = gl.where(present[None, :], s, float("-inf"))
+        new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
+        raised = new_top > top + SLACK
+        new_top = gl.where(raised, new_top, top)
+        raised = gl.max(gl.reshape(raised.to(gl.int32), [4, 16]), axis=1)
+        p = gl.exp2(s * scale - new_top[:, None])
+        shrink = gl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + gl.sum(p, axis=1)
+        half = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=False, pack=2
+        )
+        mbarrier.wait(bars.index(_P_FREE), (t & 1) ^ 1)
+        p_shared.store(half)
+        shrink_shared.store(shrink)
+        raised_shared.store(raised)
+        fence_async_shared()
+        mbarrier.arrive(bars.index(_P_READY), count=1)
+    if SPLITS > 1:
+        alive = total > 0
+        factor = gl.where(alive, 128.0 / gl.where(alive, total, 1.0), 0.0)
+        lse = gl.where(alive, top + gl.log2(gl.where(alive, total, 1.0)), float("-inf"))
+    else:
+        sink = gl.load(sink_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE))) * 1.4426950408889634
+        peak = gl.maximum(top, sink)
+        factor = gl.exp2(top - peak) * 128.0 / (total * gl.exp2(top - peak) + gl.exp2(sink - peak))
+        lse = top
+    mbarrier.wait(bars.index(_P_FREE), (count & 1) ^ 1)
+    shrink_shared.store(factor)
+    lse_shared.store(lse)
+    mbarrier.arrive(bars.index(_P_READY), count=1)
+
+
+@gluon.jit
+def _weigh(
+    q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
+    window_count, row_count,
+    near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
+    angles, bars,
+    PART: gl.constexpr, TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """256 channels from 256 PART on: of the window's keys, and of the output."""
+    token, split = _here(SPLITS)
+    spot = count_ptr + COUNTER_STEP * token
+    goal = goal_of(spot) if SPLITS > 1 else 0
+    if split == 0:
+        _window(
+            q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count, near_space, q_tile, ring,
+            ring_s, tiles, bars, PART, token, HALF_ROPE,
+        )  # fmt: skip
+    else:
+        mbarrier.wait(bars.index(_NAMED), 0)
+        query_shared(q_ptr, cos_ptr, sin_ptr, q_tile, token, PART, HALF_ROPE)
+        mbarrier.arrive(bars.index(_Q_READY), count=1)
+    if SPLITS == 1 and PART == 1 and HALF_ROPE > 0 and HALF_ROPE <= 32:
+        keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE)
+    _, count = _span(split, _used(used_space), TILES, SPLITS)
+    o = gl.full([64, 256], 0.0, gl.float32, _ACC)
+    for t in range(count):
+        slot = t & 1
+        mbarrier.wait(bars.index(_P_READY), t & 1)
+        fence_async_shared()
+        if gl.max(raised_shared.load(_FOUR), axis=0) > 0:
+            o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
+        tile = _half_tile(tiles.index(slot)).slice(256 * PART, 256, dim=1)
+        o = warpgroup_mma(p_shared.slice(0, 32, dim=1), tile.slice(0, 32, dim=0), o, is_async=True)
+        o = warpgroup_mma(p_shared.slice(32, 32, dim=1), tile.slice(32, 32, dim=0), o, is_async=True)
+        o = warpgroup_mma_wait(1, deps=[o])
+        mbarrier.arrive(bars.index(_FREE + 2 * slot), count=1)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(bars.index(_P_FREE), count=1)
+        mbarrier.arrive(bars.index(_FREE + 2 * slot + 1), count=1)
+    mbarrier.wait(bars.index(_P_READY), count & 1)
+    factor = shrink_shared.load(gl.SliceLayout(1, _ACC))
+    if SPLITS == 2:
+        swap_halves(
+            o, factor, lse_shared, part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token,
+            split, 256 * PART, HALF_ROPE,
+        )  # fmt: skip
+    else:
+        write_half(o, factor, angles, out_ptr, cos_ptr, sin_ptr, token, 256 * PART, HALF_ROPE)
+
+
+@gluon.jit(
+    do_not_specialize=["page_count", "sequences", "table_width", "window_count", "entry_count", "row_count"]
+)
+def attend_trades(
+    q_ptr, cos_ptr, sin_ptr, pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr, sink_ptr,
+    out_ptr, part_ptr, lse_ptr, count_ptr,
+    page_count, sequences, table_width, window_count, entry_count, row_count, scale,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
+    TILES: gl.constexpr, NAMES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+    WEIGH_REGISTERS: gl.constexpr, PRODUCE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, SPLITS), SPLITS 1 or 2. Two neighbours in launch order share a query's keys and swap
+    halves of what they have of its output. NAMES: entries, rounded up to a power of two, at most 512.
+    Launched with `launch_pdl`.
+    """
+    grid_wait()
+    grid_release()
+    near_space = gl.allocate_shared_memory(gl.int32, [2, 64], _FLAT)
+    keys_space = gl.allocate_shared_memory(gl.int32, [NAMES // 64, 64], _FLAT)
+    used_space = gl.allocate_shared_memory(gl.int32, [32], _FLAT)
+    ring = gl.allocate_shared_memory(gl.int32, [3, 64, 64], RAW)
+    ring_s = gl.allocate_shared_memory(gl.int32, [3, 64, 8], RAW_SCALES)
+    q_tile = gl.allocate_shared_memory(gl.int32, [64, 128], TILE_WORDS)
+    tiles = gl.allocate_shared_memory(gl.int32, [2, 64, 256], TILE_WORDS)
+    p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
+    shrink_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
+    lse_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
+    raised_shared = gl.allocate_shared_memory(gl.int32, [4], _FLAT)
+    angles = gl.allocate_shared_memory(gl.float32, [2, 32], _FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(10):
+        mbarrier.init(bars.index(b), count=1 if b == _NAMED or b == _P_READY else 2)  # noqa: SIM109
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_score, (
+                q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
+                near_space, keys_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared,
+                lse_shared, bars, TILES, HALF_ROPE, SPLITS,
+            )),
+            (_weigh, (
+                q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr,
+                count_ptr, window_count, row_count,
+                near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared,
+                lse_shared, angles, bars, 0, TILES, HALF_ROPE, SPLITS,
+            )),
+            (_weigh, (
+                q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr,
+                count_ptr, window_count, row_count,
+                near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared,
+                lse_shared, angles, bars, 1, TILES, HALF_ROPE, SPLITS,
+            )),
+            (_produce, (
+                pages_ptr, table_ptr, seq_ptr, entries_ptr, page_count, sequences, table_width, entry_count,
+                keys_space, used_space, ring, ring_s, tiles, bars,
+                ROWS, PAGE, PAYLOAD, SCALES, TILES, NAMES, SPLITS,
+            )),
+        ],
+        [4, 4, 4], [WEIGH_REGISTERS, WEIGH_REGISTERS, PRODUCE_REGISTERS],
+    )  # fmt: skip
