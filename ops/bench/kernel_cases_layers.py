@@ -204,7 +204,7 @@ def cache_cases() -> Iterator[Case]:
             yield Case(
                 operation="compress into pages",
                 shape=f"{tokens} tokens, m=2, from memory",
-                runs=[partial(write_entries, *pair, *args[2:]) for pair in sets],
+                runs=[partial(write_entries, pair[0], pair[1], *args[2:]) for pair in sets],
                 bytes=groups * (8192 + 356.0),
                 flops=groups * 2 * 512 * 128.0,
                 check=check,
