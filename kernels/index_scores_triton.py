@@ -2,8 +2,8 @@
 """Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass
 (spec §3).
 
-On Hopper with 32 heads of 128 `index_score_one_hopper`, `index_scores_fp8_triton` and `index_scores_hopper` do
-the work; here are the kernel for every other shape and the choice.
+On Hopper with 32 heads of 128 `index_score_one_hopper`, `index_scores_fp8_triton` and `index_scores_hopper`
+do the work; here are the kernel for every other shape and the choice.
 """
 
 from __future__ import annotations
