@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Index scores for Hopper's matrix units, 32 heads of 128: a few queries of a sequence, or a gathered pool.
 
-Packed keys go from memory to wgmma's registers directly, as bf16. `index_scores_fp8_triton` has one query and
-prefill.
+Packed keys go from memory to wgmma's registers directly, as bf16. `index_score_one_hopper` has one
+query, `index_scores_fp8_triton` prefill.
 
 A key is the left operand. Its 64 payload bytes are loaded by four threads, 16 bytes each: one scale group
 a thread. Which of

@@ -2,8 +2,8 @@
 """Index scores on packed keys in pages, fp32: relu, head weights, visibility and block maxima in one pass
 (spec §3).
 
-On Hopper with 32 heads of 128 `index_scores_fp8_triton` and `index_scores_hopper` do the work; here are the
-kernel for every other shape and the choice.
+On Hopper with 32 heads of 128 `index_score_one_hopper`, `index_scores_fp8_triton` and `index_scores_hopper`
+do the work; here are the kernel for every other shape and the choice.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def scores(
         together = neighbours if neighbours is not None else min(64, max(1, tokens // table.shape[0]))
         sizes = (*limits, width, best_width)
         if entries is None and (together > 8 or together == 1):
-            from cedar.kernels import index_scores_fp8_triton
+            from cedar.kernels import index_score_one_hopper, index_scores_fp8_triton
 
             if together == 1:
                 tiles = triton.cdiv(width, 128)
                 programs = 132 * (2 if tiles * tokens <= 2048 else 4)
-                index_scores_fp8_triton.score_one[(min(tiles, max(1, programs // tokens)), tokens)](
+                index_score_one_hopper.score_one[(min(tiles, max(1, programs // tokens)), tokens)](
                     q, q_s, w, *sources, out, maxima, *sizes, tiles, *place, blocks, num_warps=4,
                     maxnreg=128, launch_pdl=True,
                 )  # fmt: skip

@@ -26,6 +26,7 @@ from cedar.kernels import (
     experts_token_hopper,
     grouped_bulk_hopper,
     grouped_output_hopper,
+    index_score_one_hopper,
     index_scores_fp8_triton,
     index_scores_hopper,
     latents_triton,
@@ -153,7 +154,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
-        index_scores_fp8_triton.score_one,
+        index_score_one_hopper.score_one,
         {**INDEX, "BLOCKS": True},
         {"weight_ptr": "*fp32", "out_ptr": "*fp32", "best_ptr": "*fp32"},
         4,
