@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Packed keys on their way into shared tiles of 64 keys of 512 channels in fp16, on Hopper (spec §3, §4).
 
-Rows come by asynchronous copies; four warps expand them. fp16 holds every FP4 entry and every FP8 window key
-exactly once scaled by 2^-7.
+Entries come by asynchronous copies, window rows through registers; four warps expand them. fp16 holds every
+FP4 entry and every FP8 window key exactly once scaled by 2^-7.
 
 In a tile the channels of each 32 lie in another order: word 4 k + i, two channels, has 8 i + k and
 8 i + k + 4. So a thread of a product's operand or sums, which of each 16 words has i, 4 + i, 8 + i and
@@ -31,17 +31,19 @@ _ENTRY3 = _linear(
     [[8, 0, 0], [16, 0, 0]],
     [32, 16, 2],
 )
-# A quarter's raw words of window rows [64, 32], pairs of them [64, 16], and their scales' spread [64, 4, 4].
-_NEAR = _linear([[0, 1], [0, 2], [0, 4], [32, 0]], [*_ROWS8, [0, 8], [0, 16]], [[8, 0], [16, 0]], [64, 32])
-_NEAR_PAIR = _linear([[0, 1], [0, 2], [32, 0]], [*_ROWS8, [0, 4], [0, 8]], [[8, 0], [16, 0]], [64, 16])
+# Raw words of half the channels of window rows [64, 64], pairs of them [64, 32], and their scales' spread.
+_NEAR = _linear(
+    [[0, 1], [0, 2], [0, 4], [0, 32], [32, 0]], [*_ROWS8, [0, 8], [0, 16]], [[8, 0], [16, 0]], [64, 64]
+)
+_NEAR_PAIR = _linear(
+    [[0, 1], [0, 2], [0, 16], [32, 0]], [*_ROWS8, [0, 4], [0, 8]], [[8, 0], [16, 0]], [64, 32]
+)
 _NEAR3 = _linear(
-    [[0, 0, 1], [0, 0, 2], [32, 0, 0]],
+    [[0, 0, 1], [0, 0, 2], [0, 4, 0], [32, 0, 0]],
     [[1, 0, 0], [2, 0, 0], [4, 0, 0], [0, 1, 0], [0, 2, 0]],
     [[8, 0, 0], [16, 0, 0]],
-    [64, 4, 4],
+    [64, 8, 4],
 )
-# A row's four words of scales.
-_CODES = _linear([[0, 1], [0, 2], [32, 0]], [*_ROWS8, [0, 0], [0, 0]], [[8, 0], [16, 0]], [64, 4])
 # Rows on their way from memory, 16 bytes a thread.
 _COPY = _linear(
     [[0, 1], [0, 2], [16, 0], [32, 0]],
@@ -50,9 +52,6 @@ _COPY = _linear(
     [64, 32],
 )
 _COPY_S = _linear([[0, 1], [0, 2]], [[0, 4], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [64, 8])
-_COPY_NEAR_S = _linear(
-    [[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [0, 0]], [64, 4]
-)
 RAW = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # of rows of 128 bytes
 RAW_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TILE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -149,41 +148,35 @@ def expand_entries(raw, raw_s, tile, part: gl.constexpr):
 
 
 @gluon.jit
-def ask_window(window, keys, raw, raw_s, quarter):
-    """Asks for a quarter of the channels of 64 window rows."""
-    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY)), 0)
-    start = window + (row.to(gl.int64) * 528 + quarter * 128)
-    word = gl.arange(0, 32, layout=gl.SliceLayout(0, _COPY))
-    source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    async_copy.async_copy_global_to_shared(raw, source)
-    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_NEAR_S)), 0)
-    start = window + (row.to(gl.int64) * 528 + 512)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, _COPY_NEAR_S))
-    source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    async_copy.async_copy_global_to_shared(raw_s, source)
+def load_window(window, here, h: gl.constexpr):
+    """Half h of the raw words [64, 64] and scale bytes [64, 8] of 64 window rows."""
+    row = gl.maximum(here.load(gl.SliceLayout(1, _NEAR)), 0)
+    word = gl.arange(0, 64, layout=gl.SliceLayout(0, _NEAR))
+    start = (window + (row.to(gl.int64) * 528 + h * 256)).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.load(start[:, None] + word[None, :])
+    layout: gl.constexpr = gl.SliceLayout(2, _NEAR3)
+    row = gl.maximum(here.load(gl.SliceLayout(1, layout)), 0)
+    group = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
+    return words, gl.load((window + (row.to(gl.int64) * 528 + 512 + h * 8))[:, None] + group[None, :]).to(
+        gl.int32
+    )
 
 
 @gluon.jit
-def expand_window(raw, raw_s, tile, quarter):
-    """The same of a quarter of the channels of 64 window rows."""
-    words = raw.load(_NEAR)
-    column = gl.arange(0, 4, layout=gl.SliceLayout(0, _CODES))
-    four = gl.sum(gl.where(column[None, :] == quarter, raw_s.load(_CODES), 0), axis=1)
-    four = gl.convert_layout(four, gl.SliceLayout(1, gl.SliceLayout(2, _NEAR3)), assert_trivial=True)
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _NEAR3)))
-    code = (four[:, None] >> (8 * group)[None, :]) & 255
+def expand_window(words, code, tile, h: gl.constexpr):
+    """The same of half the channels of 64 window rows."""
     normal = (gl.minimum(code, 141) - 111) << 10
     power = (
         gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0))
         * 0x00010001
     )
-    wide = power[:, :, None] + gl.full([64, 4, 4], 0, gl.int32, _NEAR3)
-    scale = gl.convert_layout(gl.reshape(wide, [64, 16]), _NEAR_PAIR, assert_trivial=True)
-    low, high = gl.split(gl.reshape(words, [64, 16, 2]))
+    wide = power[:, :, None] + gl.full([64, 8, 4], 0, gl.int32, _NEAR3)
+    scale = gl.convert_layout(gl.reshape(wide, [64, 32]), _NEAR_PAIR, assert_trivial=True)
+    low, high = gl.split(gl.reshape(words, [64, 32, 2]))
     low = gl.convert_layout(low, _NEAR_PAIR, assert_trivial=True)
     high = gl.convert_layout(high, _NEAR_PAIR, assert_trivial=True)
     a, b, c, d = gl.inline_asm_elementwise(
         _FP8_WORDS, "=&r,=&r,=&r,=&r,r,r,r", [low, high, scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    _part_of(tile, 4, quarter).store(_in_place(a, b, c, d))
+    _part_of(tile, 2, h).store(_in_place(a, b, c, d))

@@ -24,9 +24,9 @@ from cedar.kernels.sparse_attention_keys_hopper import (
     RAW_SCALES,
     TILE_WORDS,
     ask_entries,
-    ask_window,
     expand_entries,
     expand_window,
+    load_window,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -72,14 +72,18 @@ def _here(SPLITS: gl.constexpr):
 
 @gluon.jit
 def _span(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
-    """A split's first tile and how many it takes: the first has the window's two, then a share of entries."""
+    """A split's first tile and how many it takes: the first has the window's two, then its share of
+    entries.
+    """
     if SPLITS == 1:
         base = 0
         count = 2 + used
     else:
-        share: gl.constexpr = (TILES + 3) // 2 if TILES > 1 else 2
-        base = gl.where(split == 0, 0, share)
-        count = gl.maximum(gl.minimum(gl.where(split == 0, share, TILES + 2 - share), 2 + used - base), 0)
+        share: gl.constexpr = (TILES + 2 + SPLITS - 1) // SPLITS
+        beside: gl.constexpr = share - 2 if share > 2 else 0
+        each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
+        base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
+        count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
     return base, count
 
 
@@ -91,40 +95,23 @@ def _used(used_space):
 
 @gluon.jit
 def _window(
-    q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count,
-    near_space, q_tile, ring, ring_s, tiles, bars, h: gl.constexpr, token, HALF_ROPE: gl.constexpr,
+    q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count, near_space, q_tile, tiles, bars,
+    h: gl.constexpr, token, HALF_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Half h of the channels of the window's two tiles, and a quarter of q while they are on their way.
-
-    Raw rows of the first wait in the second tile's place, those of the second in the ring.
-    """
+    """Half h of the channels of the window's two tiles, and a quarter of q while they are on their way."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     near = gl.arange(0, 128, layout=line)
     row = gl.load(rows_ptr + token * row_count + near, mask=near < row_count, other=-1)
     row = gl.maximum(gl.minimum(row, window_count - 1), -1).to(gl.int32)
     near_space._reinterpret(gl.int32, [128], _FLAT).store(row)
-    first = tiles.index(1)._reinterpret(gl.int32, [8, 64, 32], RAW)
-    first_s = tiles.index(1)._reinterpret(gl.int32, [64, 64, 4], RAW_SCALES).index(32 * h + 16)
-    second = ring.index(1 + h)._reinterpret(gl.int32, [2, 64, 32], RAW)
-    second_s = ring_s.index(1 + h)._reinterpret(gl.int32, [2, 64, 4], RAW_SCALES).index(0)
-    for k in range(2):
-        ask_window(window_ptr, near_space.index(0), first.index(4 * h + k), first_s, 2 * h + k)
-        async_copy.commit_group()
+    words, code = load_window(window_ptr, near_space.index(0), h)
     mbarrier.wait(bars.index(_NAMED), 0)
     query_shared(q_ptr, cos_ptr, sin_ptr, q_tile, token, h, HALF_ROPE)
     mbarrier.arrive(bars.index(_Q_READY), count=1)
-    for k in range(2):
-        async_copy.wait_group(1)
-        barrier()
-        ask_window(window_ptr, near_space.index(1), second.index(k), second_s, 2 * h + k)
-        async_copy.commit_group()
-        expand_window(first.index(4 * h + k), first_s, tiles.index(0), 2 * h + k)
+    more, more_code = load_window(window_ptr, near_space.index(1), h)
+    expand_window(words, code, tiles.index(0), h)
     mbarrier.arrive(bars.index(_READY), count=1)
-    for k in range(2):
-        async_copy.wait_group(1)
-        async_copy.commit_group()
-        barrier()
-        expand_window(second.index(k), second_s, tiles.index(1), 2 * h + k)
+    expand_window(more, more_code, tiles.index(1), h)
     mbarrier.arrive(bars.index(_READY + 1), count=1)
 
 
@@ -161,9 +148,6 @@ def _produce(
             if t >= first:
                 async_copy.wait_group(1)
                 barrier()
-            if split == 0:  # noqa: SIM102
-                if t == 1:  # the window's second tile waits in the rest of the ring
-                    mbarrier.wait(bars.index(_READY + 1), 0)
             if t + 2 < count:
                 ask_entries(
                     pages_ptr, keys_space.index(base + t), ring.index(after), ring_s.index(after),
@@ -260,8 +244,7 @@ def _score(
 def _weigh(
     q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
     window_count, row_count,
-    near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
-    angles, bars,
+    near_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared, angles, bars,
     PART: gl.constexpr, TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """256 channels from 256 PART on: of the window's keys, and of the output."""
@@ -270,8 +253,8 @@ def _weigh(
     goal = goal_of(spot) if SPLITS > 1 else 0
     if split == 0:
         _window(
-            q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count, near_space, q_tile, ring,
-            ring_s, tiles, bars, PART, token, HALF_ROPE,
+            q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count, near_space, q_tile, tiles,
+            bars, PART, token, HALF_ROPE,
         )  # fmt: skip
     else:
         mbarrier.wait(bars.index(_NAMED), 0)
@@ -349,14 +332,14 @@ def attend_trades(
             (_weigh, (
                 q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr,
                 count_ptr, window_count, row_count,
-                near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared,
-                lse_shared, angles, bars, 0, TILES, HALF_ROPE, SPLITS,
+                near_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
+                angles, bars, 0, TILES, HALF_ROPE, SPLITS,
             )),
             (_weigh, (
                 q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr,
                 count_ptr, window_count, row_count,
-                near_space, used_space, q_tile, ring, ring_s, tiles, p_shared, shrink_shared, raised_shared,
-                lse_shared, angles, bars, 1, TILES, HALF_ROPE, SPLITS,
+                near_space, used_space, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
+                angles, bars, 1, TILES, HALF_ROPE, SPLITS,
             )),
             (_produce, (
                 pages_ptr, table_ptr, seq_ptr, entries_ptr, page_count, sequences, table_width, entry_count,
