@@ -25,6 +25,7 @@ from cedar.ops.bench.kernel_cases_attention import (
     attention_bytes,
     attention_case,
     random_pages,
+    wide_case,
 )
 from cedar.ops.bench.kernel_timing import Case, relative_error
 
@@ -162,7 +163,9 @@ class Prefill:
 
 
 def cases(peer: ModuleType) -> Iterator[Case]:
-    """Ours, then FlashMLA's, at each batch; then one prefill chunk, also by its prefill kernel."""
+    """Ours, then FlashMLA's, at each batch; then one prefill chunk, also by ours on expanded keys and by its
+    prefill kernel.
+    """
     pages = random_pages(2048)
     cache = repacked(pages)
     for tokens, queries in ATTENTION_SHAPES:
@@ -180,6 +183,7 @@ def cases(peer: ModuleType) -> Iterator[Case]:
             tolerance=5e-3,
         )
     del decodes, cache
+    yield wide_case(tokens, pages)
     prefills = [Prefill(peer, args, every_key(pages)) for args in copies]
     yield Case(
         operation="FlashMLA prefill, keys in bf16",
