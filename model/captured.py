@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+@contextmanager
+def capturing(
+    graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """`torch.cuda.graph`, with Python's cyclic collector off: a graph that it frees (of a network that is no
+    longer there, say) is an operation that CUDA forbids while a stream is captured, and ends the capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphPool:
@@ -48,7 +67,7 @@ class Captured(Generic[T]):
             return self._function()
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
+            with capturing(graph, pool=self._pool.handle):
                 self._result = self._function()
             self.graph = graph
         self.graph.replay()

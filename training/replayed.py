@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
+from cedar.model.captured import capturing
 from torch import Tensor
 
 _EAGER_CALLS: Final = 2  # compile kernels, create workspaces, gradients and optimiser states: not recordable
@@ -39,9 +40,7 @@ class Replayed:
         if self._graph is None:
             self._inputs = {name: value.clone() for name, value in inputs.items()}
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ):
+            with capturing(self._graph, stream=torch.cuda.current_stream()):
                 self._outputs = self._function(self._inputs)
         for name, value in inputs.items():
             self._inputs[name].copy_(value, non_blocking=True)

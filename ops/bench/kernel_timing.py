@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from cedar.model.captured import capturing
 
 BYTES_PER_S = 4.3e12  # one H200, device copy, read + write
 FLOPS_PER_S = 790e12  # one H200, bf16 matrix product on random data
@@ -65,7 +66,7 @@ def graph_time_us(
     torch.cuda.synchronize()
     rounds = max(1, min(50, int(least_us / max(1.0, begin.elapsed_time(end) * 1000.0))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for _ in range(rounds):
             for run in runs:
                 run()

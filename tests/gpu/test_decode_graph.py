@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from cedar.model.block import Layer
+from cedar.model.captured import Captured, GraphPool
 from cedar.model.decode_step import DecodeStep
 from cedar.model.network import Network
 from cedar.model.residual import Residual
@@ -184,3 +185,23 @@ def test_forty_layers_replay_in_time() -> None:
     net = synthetic_network(TINY, "cuda")
     times = [replay_time_ms(net, batch=1) for _ in range(3)]
     assert statistics.median(times) < MOST_REPLAY_MS, times
+
+
+def test_a_graph_that_is_garbage_while_another_is_captured() -> None:
+    """Only the cyclic collector would free it, in the middle of the capture, which CUDA would then refuse."""
+    x = torch.ones(8, device="cuda")
+    old = Captured(lambda: x + 1, GraphPool())
+
+    def many_objects() -> torch.Tensor:
+        assert len([[number] for number in range(200_000)]) == 200_000
+        return x + 2
+
+    new = Captured(many_objects, GraphPool())
+    for _ in range(2):
+        old()
+    new()
+    circle: list[object] = [old]
+    circle.append(circle)
+    del old, circle
+    assert new().tolist() == [3.0] * 8
+    assert new.graph is not None
