@@ -149,7 +149,8 @@ def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trade
     if not splits:
         cut = _trades(tall, outputs, blocks)
         # sums of few blocks take longer to bring together than to make: fewer programs share a tile's
-        return _many(tokens, outputs, columns, 64) if cut.splits > 1 and cut.blocks <= 8 else cut
+        fewer = m == 128 and cut.splits > 1 and cut.blocks <= 8
+        return _many(tokens, outputs, columns, 64) if fewer else cut
     each = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, each)
     if splits > 1 and cluster_hopper.area_bytes(area_of(m, r, splits)) > cluster_hopper.AREA_BYTES:

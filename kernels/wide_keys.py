@@ -63,6 +63,15 @@ def pays(rows: int, entries: int, layers: int, width: int) -> bool:
     return entries * US_AN_ENTRY < rows * layers * US_A_QUERY
 
 
+def rows_asked_for(rows: int, width: int) -> int:
+    """How many rows of `width` channels to ask the allocator for where `rows` are wanted: few sizes, all
+    within `MOST_BYTES`. Chunk after chunk of a long prompt wants a little more than was ever freed; were it
+    given just that, each would leave a block behind that no later one fits.
+    """
+    most = MOST_BYTES // (2 * width)
+    return rows if rows > most else min(1 << max(rows - 1, 0).bit_length(), most)
+
+
 def expand_entries(
     pages: torch.Tensor, payload_plane: Plane, scale_plane: Plane, page_table: torch.Tensor, count: int
 ) -> torch.Tensor:

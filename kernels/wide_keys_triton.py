@@ -9,6 +9,7 @@ import triton.language as tl
 from cedar.kernels.linear_triton import hopper
 from cedar.kernels.packed_triton import INTERPRETED, multiply_halves
 from cedar.kernels.sparse_attention_operands_hopper import FP4_WORDS
+from cedar.kernels.wide_keys import rows_asked_for
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS = 8  # entries a program
@@ -83,7 +84,9 @@ def expand_entries(
     """As the public function, where `fits`."""
     (payload, row_bytes, lines), (scales, _, _) = planes
     sequences, width = page_table.shape
-    out = torch.empty(sequences, count, row_bytes * 2, dtype=torch.float16, device=pages.device)
+    rows, channels = sequences * count, row_bytes * 2
+    room = torch.empty(rows_asked_for(rows, channels), channels, dtype=torch.float16, device=pages.device)
+    out = room[:rows].view(sequences, count, channels)
     if out.numel():
         overlaps = pages.is_cuda and hopper(pages.device.index or 0)
         words = pages[:, : pages.shape[1] // 4 * 4].view(torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -11,6 +12,8 @@ import torch
 
 T = TypeVar("T")
 
+_one_at_a_time = threading.Lock()  # the collector is the process's
+
 
 @contextmanager
 def capturing(
@@ -18,15 +21,17 @@ def capturing(
 ) -> Iterator[None]:
     """`torch.cuda.graph`, with Python's cyclic collector off: a graph that it frees (of a network that is no
     longer there, say) is an operation that CUDA forbids while a stream is captured, and ends the capture.
+    Threads capture one after another.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 class GraphPool:

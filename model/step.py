@@ -184,7 +184,7 @@ class Step:
         return self._wide[1]
 
     def drop_wide_entries(self) -> None:
-        """A source is about to write entries: those of the source before have been read."""
+        """What was expanded has been read: another source is about to write, or the layers are done."""
         self._wide = None
 
     def groups(self, ratio: int) -> GroupPlan:

@@ -125,6 +125,7 @@ class TextNetwork:
                 observe=observe,
                 taps=taps,
             )
+        step.drop_wide_entries()
         return residual.settled(), residual.pre
 
     def produce(self, streams: torch.Tensor, pre: torch.Tensor, step: Step, layer: int) -> None:

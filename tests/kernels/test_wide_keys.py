@@ -235,6 +235,19 @@ def test_when_a_chunk_is_worth_it() -> None:
     assert not pays(4096, 655_361, 20, 512)
 
 
+@pytest.mark.parametrize("width", [128, 512])
+def test_growing_prompts_ask_for_few_sizes(width: int) -> None:
+    """Each chunk of a long prompt expands more than the one before."""
+    most = wide_keys.MOST_BYTES // (2 * width)
+    for step in (1, 127, 2048):
+        wanted = range(0, most + 1, max(step, most // 5000))
+        asked = {rows: wide_keys.rows_asked_for(rows, width) for rows in wanted}
+        assert all(rows <= room <= max(1, min(2 * rows, most)) for rows, room in asked.items())
+        assert sum(set(asked.values())) <= 3 * most
+        assert len(set(asked.values())) <= 24
+    assert wide_keys.rows_asked_for(most + 1, width) == most + 1
+
+
 def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper, and for the shapes that it takes."""
     from cedar.kernels import linear_triton

@@ -198,6 +198,12 @@ def test_one_sources_entries_live_at_a_time_and_none_after_the_step(
         assert alive(entries) == alive(windows) == 0
         run(network, memory, seq, [100])
         assert alive(entries) == alive(windows) == 0
+        step, text = Step(memory, network.config, [(sequence(network, ids[:100]), 0, 70)]), network.text
+        assert text is not None
+        entries.clear()
+        text.run(*text.embed(step, None), step, range(network.config.layers))
+        assert entries
+        assert alive(entries) == 0  # before the logits, though the step lives
     finally:
         gc.enable()
 
