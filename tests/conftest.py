@@ -1,5 +1,5 @@
-"""Triton's interpreter stands in for a GPU: set before any test module of any folder imports a kernel, and only
-where there is none.
+"""Triton's interpreter stands in for a GPU: set before any test module of any folder imports a kernel, and
+only where there is none.
 """
 
 from __future__ import annotations
