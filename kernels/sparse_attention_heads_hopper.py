@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from cedar.kernels.grid_hopper import SINGLES, arrive, wait_for
-from cedar.kernels.sparse_attention_join_hopper import bf16_words
+from cedar.kernels.sparse_attention_join_hopper import bf16_words, channels_of, half_words
 from cedar.kernels.sparse_attention_keys_hopper import TILE_WORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,26 +41,14 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4,
 
 
 @gluon.jit
-def _pack_half(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpack(words):
-    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _turned(words, pair, cos_ptr, sin_ptr, token, COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr):
     """Words of two bf16 channels as two fp32, turned; COLUMN: one past the last pair."""
-    even, odd = _unpack(words)
+    even, odd = channels_of(words)
     if COLUMN > 256 - HALF_ROPE:
         turn = pair - (256 - HALF_ROPE)
         cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
         sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-        even, odd = _unpack(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
+        even, odd = channels_of(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
     return even, odd
 
 
@@ -81,7 +69,7 @@ def query_left(q_ptr, cos_ptr, sin_ptr, token, HALF_ROPE: gl.constexpr):
     even, odd = _turned(words, pair, cos_ptr, sin_ptr, token, 128, HALF_ROPE)
     even_low, even_high = _far_pairs(even, 128)
     odd_low, odd_high = _far_pairs(odd, 128)
-    both = gl.join(_pack_half(even_low, even_high), _pack_half(odd_low, odd_high))
+    both = gl.join(half_words(even_low, even_high), half_words(odd_low, odd_high))
     both = gl.permute(both, (0, 1, 3, 4, 2))  # [64, 8, 2, 2, 4]
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [both], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
@@ -99,7 +87,7 @@ def query_shared(q_ptr, cos_ptr, sin_ptr, q_tile, token, PART: gl.constexpr, HAL
     even, odd = _turned(words, pair, cos_ptr, sin_ptr, token, 192 + 64 * PART, HALF_ROPE)
     even_low, even_high = _far_pairs(even, 64)
     odd_low, odd_high = _far_pairs(odd, 64)
-    both = gl.join(_pack_half(even_low, even_high), _pack_half(odd_low, odd_high))
+    both = gl.join(half_words(even_low, even_high), half_words(odd_low, odd_high))
     both = gl.permute(both, (0, 1, 3, 4, 2))  # [64, 4, 2, 2, 4]
     parts = q_tile._reinterpret(gl.int32, [2, 64, 64], TILE_WORDS)
     parts.index(PART).store(gl.reshape(both, [64, 64]))
@@ -194,7 +182,7 @@ def swap_halves(
     here = split * 64
     there = 64 - here
     words = part_ptr.to(gl.pointer_type(gl.int32)) + token * 32768 + (head * 256)[:, None] + pair[None, :]
-    given = _pack_half(
+    given = half_words(
         gl.where(split == 0, even_second, even_first), gl.where(split == 0, odd_second, odd_first)
     )
     gl.store(words + (split * 16384 + there), given)

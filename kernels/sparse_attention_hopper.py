@@ -12,7 +12,14 @@ fp16 holds every FP4 entry and every FP8 window key exactly once scaled by 2^-7,
 from __future__ import annotations
 
 from cedar.kernels.grid_hopper import COUNTER_STEP, goal_of, grid_release, grid_wait
-from cedar.kernels.sparse_attention_join_hopper import bf16_words, join_share
+from cedar.kernels.sparse_attention_join_hopper import (
+    bf16_words,
+    channels_of,
+    half_words,
+    join_share,
+    most_used,
+    span_of,
+)
 from cedar.kernels.sparse_attention_operands_hopper import FP4_WORDS, FP8_WORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -149,29 +156,6 @@ def _expand_window(words, scales, half):
 
 
 @gluon.jit
-def _span(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
-    """A split's first tile and how many it takes: the first has the window's two, then its share of
-    entries.
-    """
-    if SPLITS == 1:
-        base = 0
-        count = 2 + used
-    else:
-        share: gl.constexpr = (TILES + 2 + SPLITS - 1) // SPLITS
-        beside: gl.constexpr = share - 2 if share > 2 else 0
-        each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
-        base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
-        count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
-    return base, count
-
-
-@gluon.jit
-def _used(used_space):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(used_space.load(layout), axis=0)
-
-
-@gluon.jit
 def _produce(
     pages_ptr, table_ptr, seq_ptr, entries_ptr, window_ptr, rows_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count,
@@ -205,7 +189,7 @@ def _produce(
         used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
     used_space.store(gl.full([32], 0, gl.int32, line) + used)
     mbarrier.arrive(bars.index(_NAMED), count=1)
-    base, count = _span(split, used, TILES, SPLITS)
+    base, count = span_of(split, used, TILES, SPLITS)
     first = 0
     if split == 0:
         first = 2
@@ -243,18 +227,6 @@ def _half_tile(words):
 
 
 @gluon.jit
-def _pack_half(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpack(words):
-    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, BLOCK: gl.constexpr, HALF_ROPE: gl.constexpr):
     """Four blocks of 64 channels of a token's q, from BLOCK on, rotated, as fp16 in shared memory."""
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, _QUERY))
@@ -263,13 +235,13 @@ def _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, BLOCK: gl.constexpr, HAL
     blocks = q_tile._reinterpret(gl.int32, [8, 64, 32], _SHARED_WORDS)
     for b in gl.static_range(BLOCK, BLOCK + 4):
         words = gl.load(start + b * 32 + head[:, None] * 256 + pair[None, :])
-        even, odd = _unpack(words)
+        even, odd = channels_of(words)
         if (b + 1) * 32 > 256 - HALF_ROPE:
             turn = b * 32 + pair - (256 - HALF_ROPE)
             cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
             sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-            even, odd = _unpack(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
-        blocks.index(b).store(_pack_half(even, odd))
+            even, odd = channels_of(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
+        blocks.index(b).store(half_words(even, odd))
     fence_async_shared()
 
 
@@ -287,7 +259,7 @@ def _write(
     token, split = _here(SPLITS)
     even, odd = gl.split(gl.reshape(o * factor[:, None], [64, 128, 2]))
     if SPLITS > 1:
-        words = _pack_half(even, odd)
+        words = half_words(even, odd)
         start = part_ptr.to(gl.pointer_type(gl.int32)) + (token * SPLITS + split) * 16384
     else:
         start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
@@ -320,7 +292,7 @@ def _score(
     goal = goal_of(spot) if SPLITS > 1 else 0
     _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, 0, HALF_ROPE)
     mbarrier.wait(bars.index(_NAMED), 0)
-    _, count = _span(split, _used(used_space), TILES, SPLITS)
+    _, count = span_of(split, most_used(used_space), TILES, SPLITS)
     mbarrier.wait(bars.index(_Q_READY), 0)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
@@ -382,7 +354,7 @@ def _follow(
     _load_query(q_ptr, cos_ptr, sin_ptr, q_tile, token, 4, HALF_ROPE)
     mbarrier.arrive(bars.index(_Q_READY), count=1)
     mbarrier.wait(bars.index(_NAMED), 0)
-    _, count = _span(split, _used(used_space), TILES, SPLITS)
+    _, count = span_of(split, most_used(used_space), TILES, SPLITS)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     for t in range(count):
         slot = t & 1

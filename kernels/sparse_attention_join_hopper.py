@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The join of queries whose keys several programs share, at the end of the launch of the parts (spec §3)."""
+"""Queries whose keys several programs share: which keys each takes, and the join at the end of the launch of
+the parts; pairs of channels as words (spec §3).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,44 @@ def bf16_words(even, odd):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def half_words(even, odd):
+    """Pairs of channels, fp32, rounded to fp16, a word each."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def channels_of(words):
+    """The two bf16 channels of words, fp32."""
+    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def span_of(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
+    """A split's first tile and how many it takes: the first has the window's two, then its share of
+    entries.
+    """
+    if SPLITS == 1:
+        base = 0
+        count = 2 + used
+    else:
+        share: gl.constexpr = (TILES + 2 + SPLITS - 1) // SPLITS
+        beside: gl.constexpr = share - 2 if share > 2 else 0
+        each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
+        base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
+        count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
+    return base, count
+
+
+@gluon.jit
+def most_used(used_space):
+    """The greatest of 32 numbers in shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(used_space.load(layout), axis=0)
 
 
 @gluon.jit

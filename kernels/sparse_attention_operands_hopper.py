@@ -68,7 +68,8 @@ mov.b32 x, e;
 mov.b32 y, o;
 cvt.rn.f16x2.f32 $0, y, x;
 }""")
-_PLAIN = gl.constexpr("""{
+# Two bf16 channels as fp16.
+PLAIN_WORDS = gl.constexpr("""{
 .reg .b32 e, o;
 .reg .f32 x, y;
 shl.b32 e, $1, 16;
@@ -195,5 +196,5 @@ def turned(words, cos, sin, HALF_ROPE: gl.constexpr):
             _TURN, "=r,r,f,f", [words, cos, sin], dtype=gl.int32, is_pure=True, pack=1
         )
     else:
-        out = gl.inline_asm_elementwise(_PLAIN, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
+        out = gl.inline_asm_elementwise(PLAIN_WORDS, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
     return out

@@ -19,6 +19,7 @@ from cedar.kernels.sparse_attention_heads_hopper import (
     swap_halves,
     write_half,
 )
+from cedar.kernels.sparse_attention_join_hopper import most_used, span_of
 from cedar.kernels.sparse_attention_keys_hopper import (
     RAW,
     RAW_SCALES,
@@ -71,29 +72,6 @@ def _here(SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _span(split, used, TILES: gl.constexpr, SPLITS: gl.constexpr):
-    """A split's first tile and how many it takes: the first has the window's two, then its share of
-    entries.
-    """
-    if SPLITS == 1:
-        base = 0
-        count = 2 + used
-    else:
-        share: gl.constexpr = (TILES + 2 + SPLITS - 1) // SPLITS
-        beside: gl.constexpr = share - 2 if share > 2 else 0
-        each: gl.constexpr = (TILES - beside + SPLITS - 2) // (SPLITS - 1)
-        base = gl.where(split == 0, 0, 2 + beside + (split - 1) * each)
-        count = gl.maximum(gl.minimum(gl.where(split == 0, 2 + beside, each), 2 + used - base), 0)
-    return base, count
-
-
-@gluon.jit
-def _used(used_space):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(used_space.load(layout), axis=0)
-
-
-@gluon.jit
 def _window(
     q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, window_count, row_count, near_space, q_tile, tiles, bars,
     h: gl.constexpr, token, HALF_ROPE: gl.constexpr,
@@ -133,7 +111,7 @@ def _produce(
         used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
     used_space.store(gl.full([32], 0, gl.int32, line) + used)
     mbarrier.arrive(bars.index(_NAMED), count=1)
-    base, count = _span(split, used, TILES, SPLITS)
+    base, count = span_of(split, used, TILES, SPLITS)
     if TILES > 0:
         column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
         page = gl.load(table_ptr + sequence * table_width + column, mask=entry >= 0, other=0).to(gl.int32)
@@ -190,7 +168,7 @@ def _score(
     token, split = _here(SPLITS)
     mbarrier.wait(bars.index(_NAMED), 0)
     left = query_left(q_ptr, cos_ptr, sin_ptr, token, HALF_ROPE)
-    base, count = _span(split, _used(used_space), TILES, SPLITS)
+    base, count = span_of(split, most_used(used_space), TILES, SPLITS)
     mbarrier.wait(bars.index(_Q_READY), 0)
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
@@ -262,7 +240,7 @@ def _weigh(
         mbarrier.arrive(bars.index(_Q_READY), count=1)
     if SPLITS == 1 and PART == 1 and HALF_ROPE > 0 and HALF_ROPE <= 32:
         keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE)
-    _, count = _span(split, _used(used_space), TILES, SPLITS)
+    _, count = span_of(split, most_used(used_space), TILES, SPLITS)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     for t in range(count):
         slot = t & 1

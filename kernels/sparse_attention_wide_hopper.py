@@ -12,7 +12,8 @@ products run while the softmax is taken, and do not delay the scores that it wai
 from __future__ import annotations
 
 import torch
-from cedar.kernels.sparse_attention_join_hopper import bf16_words
+from cedar.kernels.sparse_attention_join_hopper import bf16_words, channels_of, half_words
+from cedar.kernels.sparse_attention_operands_hopper import PLAIN_WORDS
 from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,17 +65,6 @@ _READY, _FREE = gl.constexpr(0), gl.constexpr(3)
 _P_READY, _P_FREE, _GO = gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
 # The maximum that p refers to is raised only when a p would come to more than 2^8, which fp16 holds.
 RAISE = gl.constexpr(8.0)
-
-# Two bf16 channels as fp16.
-_PLAIN = gl.constexpr("""{
-.reg .b32 e, o;
-.reg .f32 x, y;
-shl.b32 e, $1, 16;
-and.b32 o, $1, 0xFFFF0000;
-mov.b32 x, e;
-mov.b32 y, o;
-cvt.rn.f16x2.f32 $0, y, x;
-}""")
 
 
 @gluon.jit
@@ -186,33 +176,21 @@ def _angles(turns, layout: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(words):
-    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _pack_half(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _registers(tile, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
     """Channels of q as fp16 in registers."""
     q = tile._reinterpret(gl.bfloat16, [64, 512], _SHARED).slice(COLUMN, WIDTH, dim=1).load(_LEFT_Q)
-    return gl.inline_asm_elementwise(_PLAIN, "=r,r", [q], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(PLAIN_WORDS, "=r,r", [q], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _hold(tile, held, turns, BLOCK: gl.constexpr, HALF_ROPE: gl.constexpr):
     """Puts a block of 64 channels of q into shared memory as fp16, the last one turned."""
     words = tile._reinterpret(gl.int32, [64, 256], _SHARED_WORDS).slice(192 + 32 * BLOCK, 32, dim=1)
-    even, odd = _unpack(words.load(_QUERY))
+    even, odd = channels_of(words.load(_QUERY))
     if BLOCK == 1 and HALF_ROPE > 0:
         cos, sin = _angles(turns, _QUERY)
-        even, odd = _unpack(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
-    held.index(BLOCK)._reinterpret(gl.int32, [64, 32], _SHARED_WORDS).store(_pack_half(even, odd))
+        even, odd = channels_of(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
+    held.index(BLOCK)._reinterpret(gl.int32, [64, 32], _SHARED_WORDS).store(half_words(even, odd))
 
 
 @gluon.jit
