@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The grouped output projection of 1 to 8 and of 17 to 64 tokens on Hopper, quantised for the product that
-reads it next: one launch. For more of them the library's product and a launch that quantises are faster, and
-for hundreds `grouped_bulk_hopper`.
+"""The grouped output projection of 1 to 8 and of 17 to 128 tokens on Hopper, quantised for the product that
+reads it next: one launch. For hundreds of them there is `grouped_bulk_hopper`.
 
 Both operands stream through shared memory by bulk copies, weights before the launch before has ended. A
 program has whole sums of 32 neighbouring outputs, one scale group, so it can quantise them. Of many tokens
@@ -12,7 +11,6 @@ round, and where the weights have too few rows for all multiprocessors, a cluste
 from __future__ import annotations
 
 import torch
-import triton
 from cedar.kernels import cluster_hopper as cluster
 from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
 from cedar.kernels.linear_hopper import MULTIPROCESSORS, granted
@@ -32,7 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 TILE16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FEW = 8  # tokens up to which rows of weights are wgmma's rows: as many columns as it must have
 LIBRARY = 16  # tokens up to which, beyond those, the library is used: nothing was measured there
-MOST = 64  # tokens up to which this beats the library's product and a launch that quantises
+TILE = 64  # tokens of a tile; beyond, a program has two of them, so that weights are read once
+MOST = 2 * TILE  # tokens; the library's product of more and a launch that quantises are faster
 ROWS = 64  # of the weights a program
 
 
@@ -48,13 +47,12 @@ def grouped_codes(
     o_desc, w_desc, out_ptr, code_ptr, tokens, rank,
     COLUMNS: gl.constexpr, M: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (groups · rank / R, ceil(tokens / M)): o [tokens, groups · COLUMNS], weights [groups · rank,
+    """Grid (groups · rank / R): o [tokens, groups · COLUMNS], at most M tokens, weights [groups · rank,
     COLUMNS]; E4M3 [tokens, groups · rank] and a scale byte for every 32.
     """
     W: gl.constexpr = sums(WARPS, M, R)
     BLOCKS: gl.constexpr = COLUMNS // 64
     row = gl.program_id(0) * R
-    token = gl.program_id(1) * M
     column = row // rank * COLUMNS
     outputs = gl.num_programs(0) * R
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, R, 64], TILE16)
@@ -70,7 +68,7 @@ def grouped_codes(
     grid_release()
     grid_wait()
     for i in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(o_desc, [token, column + i * 64], bars.index(i), o_s.index(i))
+        tma.async_copy_global_to_shared(o_desc, [0, column + i * 64], bars.index(i), o_s.index(i))
     acc = gl.full([M, R], 0.0, gl.float32, W)
     for turn in range(BLOCKS):
         slot = turn % STAGES
@@ -85,20 +83,20 @@ def grouped_codes(
             w_desc, [row, next * 64], bars.index(slot), w_s.index(slot), pred=more
         )
         tma.async_copy_global_to_shared(
-            o_desc, [token, column + next * 64], bars.index(slot), o_s.index(slot), pred=more
+            o_desc, [0, column + next * 64], bars.index(slot), o_s.index(slot), pred=more
         )
     groups = gl.reshape(acc.to(gl.bfloat16).to(gl.float32), [M, R // 32, 32])
     amax = gl.maximum(gl.max(gl.abs(groups), axis=2), 1e-4)
     code = ((amax * 0.002232142857142857).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
     C: gl.constexpr = code.type.layout
-    t3 = token + gl.arange(0, M, layout=gl.SliceLayout(1, C))
+    t3 = gl.arange(0, M, layout=gl.SliceLayout(1, C))
     g3 = row // 32 + gl.arange(0, R // 32, layout=gl.SliceLayout(0, C))
     at = code_ptr + t3[:, None].to(gl.int64) * (outputs // 32) + g3[None, :]
     gl.store(at, code.to(gl.uint8), mask=(t3 < tokens)[:, None])
     wide = gl.convert_layout(code, gl.SliceLayout(2, groups.type.layout))[:, :, None]
     down = ((254 - wide) << 23).to(gl.float32, bitcast=True)
     byte = gl.convert_layout(gl.reshape((groups * down).to(gl.float8e4nv), [M, R]), W)
-    t2 = token + gl.arange(0, M, layout=gl.SliceLayout(1, W))
+    t2 = gl.arange(0, M, layout=gl.SliceLayout(1, W))
     r2 = row + gl.arange(0, R, layout=gl.SliceLayout(0, W))
     gl.store(out_ptr + t2[:, None].to(gl.int64) * outputs + r2[None, :], byte, mask=(t2 < tokens)[:, None])
     for i in gl.static_range(STAGES):
@@ -243,7 +241,7 @@ def grouped_output(o: torch.Tensor, weight: torch.Tensor) -> Prepared:
     outputs = groups * rank
     values = torch.empty(tokens, outputs, dtype=torch.float8_e4m3fn, device=o.device)
     scale = torch.empty(tokens, outputs // 32, dtype=torch.uint8, device=o.device)
-    n = FEW if tokens <= FEW else MOST
+    n = FEW if tokens <= FEW else TILE if tokens <= TILE else MOST
     rows = TensorDescriptor(o, [tokens, groups * columns], [groups * columns, 1], [n, 64], TILE16.value)
     weights = TensorDescriptor(weight, [outputs, columns], [columns, 1], [ROWS, 64], TILE16.value)
     if tokens <= FEW:
@@ -253,8 +251,9 @@ def grouped_output(o: torch.Tensor, weight: torch.Tensor) -> Prepared:
             columns, n, splits, stages, unit, num_warps=4,
         )  # fmt: skip
     else:
-        grouped_codes[(outputs // ROWS, triton.cdiv(tokens, MOST))](
-            rows, weights, values, scale, tokens, rank, columns, MOST, ROWS, min(12, columns // 64), 4,
-            num_warps=4, launch_pdl=True,
+        warps, stages = n // 16, min(1536 // (n + ROWS), columns // 64)
+        grouped_codes[(outputs // ROWS,)](
+            rows, weights, values, scale, tokens, rank, columns, n, ROWS, stages, warps,
+            num_warps=warps, launch_pdl=True,
         )  # fmt: skip
     return Prepared(values, CODES, scale)

@@ -94,7 +94,7 @@ def _count(entries_ptr, token, tokens, entry_count, NAMES: gl.constexpr):
 def _near(window_ptr, rows_ptr, token, at, window_count, row_count):
     """The window, and the rows of it that a query's numbers name; -1 for none."""
     number = gl.load(rows_ptr + token * row_count + at, mask=at < row_count, other=-1)
-    return window_ptr, gl.minimum(number, window_count - 1).to(gl.int32)
+    return window_ptr, gl.maximum(gl.minimum(number, window_count - 1), -1).to(gl.int32)
 
 
 @gluon.jit

@@ -23,8 +23,10 @@ ATTENTION_SHAPES = (
     (16, 1),
     (64, 1),
     (128, 1),
+    (6, 6),
     (96, 6),
     (384, 6),
+    (768, 6),
     (4096, 4096),
 )  # queries, a sequence
 ATTENTION_FLOPS = 83.9e6  # of one query: 64 heads, 640 keys, 512 channels, twice
@@ -130,9 +132,16 @@ def attention_case(
         tolerance=2e-3,
         reference=_baseline(copies[0]) if tokens <= 128 else None,
         reference_name="torch, keys gathered in bf16",
-        target="60 % of floor" if tokens >= 64 else "7.5 us" if tokens == 1 else "",
+        target=_target(tokens // queries, tokens),
     )
     return copies, picks, case
+
+
+def _target(batch: int, tokens: int) -> str:
+    """Of decode by sequences, of prefill by the chunk; a batch of one within 2.5 times of a bare launch."""
+    if batch >= 64 or tokens >= 4096:
+        return "60 % of floor"
+    return "7.5 us" if batch == 1 else ""
 
 
 def wide_args(args: tuple[Any, ...]) -> tuple[Any, ...]:

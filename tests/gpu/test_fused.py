@@ -93,7 +93,13 @@ def same_codes(got: object, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("tokens", "shape"),
-    [(17, (8, 64, 512)), (64, (8, 64, 512)), (1, (8, 1024, 4096)), (3, (8, 64, 4096)), (8, (2, 128, 512))],
+    [
+        *((tokens, (8, 64, 512)) for tokens in (17, 64, 65)),
+        *((tokens, (8, 1024, 4096)) for tokens in (1, 128)),
+        (3, (8, 64, 4096)),
+        (8, (2, 128, 512)),
+        (100, (2, 128, 4096)),
+    ],
 )
 def test_grouped_output_as_codes(tokens: int, shape: tuple[int, int, int]) -> None:
     groups, _, channels = shape
@@ -246,7 +252,10 @@ def test_a_router_after_eight_million_launches(tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "inner", "width"),
-    [(1, 384, 512), (1, 512, 1280), (1, 768, 256), *((tokens, 384, 512) for tokens in (5, 16, 33, 64))],
+    [
+        *((1, 384, 512), (1, 512, 1280), (1, 768, 256)),
+        *((tokens, 384, 512) for tokens in (5, 16, 33, 64, 100, 128)),
+    ],
 )
 def test_feed_forward(tokens: int, inner: int, width: int) -> None:
     g = torch.Generator().manual_seed(tokens)

@@ -39,6 +39,8 @@ def arguments(
     near.masked_fill_(torch.rand(tokens, rows, device="cuda") < 0.2, -1)
     entries[::5] = -1
     near[::3] = -1
+    if index == torch.int64:  # absent, too, is what would wrap to a row in 32 bits
+        near.masked_fill_((near < 0) & (torch.rand(near.shape, device="cuda") < 0.5), -(1 << 40) + 5)
     seq = torch.randint(0, sequences + 1, (tokens,), device="cuda", dtype=index)
     angles = torch.rand(tokens, half_rope, device="cuda") * 6
     rope = (angles.cos(), angles.sin()) if half_rope else (None, None)
@@ -88,6 +90,7 @@ def attend(args: Arguments) -> torch.Tensor:
         (133, 0, 128, 32, torch.int32),
         (700, 512, 128, 32, torch.int64),
         (700, 130, 64, 16, torch.int32),
+        (140, 700, 128, 32, torch.int64),  # more entries than the model selects
     ],
 )
 def test_wide_attention(tokens: int, count: int, rows: int, half_rope: int, index: torch.dtype) -> None:

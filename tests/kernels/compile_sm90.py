@@ -191,6 +191,17 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
+        grouped_output_hopper.grouped_codes,
+        {"COLUMNS": 4096, "M": 128, "R": 64, "STAGES": 8, "WARPS": 8},
+        {
+            "o_desc": block("bf16", 128, 64),
+            "w_desc": block("bf16", 64, 64),
+            "out_ptr": "*fp8e4nv",
+            "code_ptr": "*u8",
+        },
+        8,
+    ),
+    (
         weights_hopper.linear_rows,
         {"columns": 4096, "T": 8, "SPLITS": 4},
         {"weight_ptr": "*bf16", "out_ptr": "*bf16"},

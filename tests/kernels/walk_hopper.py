@@ -178,7 +178,7 @@ def main() -> None:
     """Every case."""
     of, net = layer()
     pretend("--compile" in sys.argv)
-    cases = [(decode, n) for n in (1, 3, 8, 12, 16, 40, 64, 100, 128)]
+    cases = [(decode, n) for n in (1, 3, 8, 12, 16, 40, 64, 65, 80, 100, 128)]
     cases += [(prefill, n) for n in (128, 200, 300, 512, 1000, 4096)]
     for walk, size in cases:
         walk(of, net, size)
