@@ -41,6 +41,20 @@ STAGES = 3  # of 20 KB: three programs a multiprocessor
 _ADD = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [16 tokens, 128 channels]
 
 
+@gluon.jit
+def _spread(place, beside):
+    """Which tile runs at `place`: the last `beside` of all, the shared expert's, spread over the first half.
+
+    Their weights come from the L2 cache for all but one of them, the routed experts' from memory: beside each
+    other they take less time than one after another, and last they would be waited for, being the longest.
+    """
+    apart = gl.maximum(gl.num_programs(1) // (2 * beside), 1)
+    turn = place // apart
+    routed = place - gl.minimum(turn + 1, beside)
+    here = (place == turn * apart) & (turn < beside)
+    return gl.where(here, gl.num_programs(1) - beside + turn, routed)
+
+
 @gluon.jit(do_not_specialize=["routed", "tokens"])
 def tiles_of_eight(
     first_desc, second_desc, shared_desc, x_ptr, xs_ptr, slots_ptr, owners_ptr, weight_ptr, first_scale_ptr,
@@ -67,6 +81,8 @@ def tiles_of_eight(
     BANDS: gl.constexpr = 2 if GATED else 1
     TALL: gl.constexpr = 64 if GATED else 128
     tile = gl.program_id(1)
+    if SHARED:
+        tile = _spread(tile, (tokens + 7) // 8)
     row = gl.program_id(0) * TALL
     if not EARLY:
         grid_wait()
