@@ -26,7 +26,9 @@ def index_scores(
     queries; weights fp32 or float64 [N, Hi], scaled; pages uint8 [P, page_bytes] with the layer's own index
     planes; page_table int [S, maxp]; seq int [N]; visible int [N], entries of its sequence that token n may
     see. `width` (entries) defaults to the greatest `visible`; a smaller one is refused. Raises PageRangeError
-    (CPU) when an entry to be read has no valid page.
+    (CPU) when an entry to be read has no valid page. On a GPU keys, page_table and seq must be older than the
+    launch before this call: between the launch that writes the newest key and this one stands another that
+    waits for it (`pack_index_queries` does).
     """
     c = _check(
         "index_scores", q_payload, q_scales, weights, pages, payload_plane, scale_plane, page_table, seq

@@ -96,7 +96,8 @@ def scores(
     """Scores fp32 [N, width] and, with `blocks`, the greatest of every 8 [N, ceil(width/8)] (else None).
 
     `entries` [N, width] scores those instead of 0 .. width-1 (-1: none), and `visible` is not read.
-    `neighbours` tokens of one sequence share a pass over its keys.
+    `neighbours` tokens of one sequence share a pass over its keys. The keys, page_table and seq must be older
+    than the launch before this call: `index_score_one_hopper` does not wait for that one to read them.
     """
     tokens, heads, half = q_payload.shape
     out = torch.empty(tokens, width, dtype=torch.float32, device=q_payload.device)
@@ -114,17 +115,19 @@ def scores(
     if q.is_cuda and heads == 32 and half == 64 and _hopper(q.device.index or 0):
         together = neighbours if neighbours is not None else min(64, max(1, tokens // table.shape[0]))
         sizes = (*limits, width, best_width)
-        if entries is None and (together > 8 or together == 1):
-            from cedar.kernels import index_score_one_hopper, index_scores_fp8_triton
+        if entries is None and together == 1:
+            from cedar.kernels import index_score_one_hopper
 
-            if together == 1:
-                tiles = triton.cdiv(width, 128)
-                programs = 132 * (2 if tiles * tokens <= 2048 else 4)
-                index_score_one_hopper.score_one[(min(tiles, max(1, programs // tokens)), tokens)](
-                    q, q_s, w, *sources, out, maxima, *sizes, tiles, *place, blocks, num_warps=4,
-                    maxnreg=128, launch_pdl=True,
-                )  # fmt: skip
+            if index_score_one_hopper.fits(pages, planes):
+                # Copies made here are younger than the keys.
+                early = table is page_table and owner is seq
+                index_score_one_hopper.launch(
+                    (q, q_s, w, *sources, out, maxima, *sizes), (*place, blocks), early=early
+                )
                 return out, best
+        if entries is None and together > 8:
+            from cedar.kernels import index_scores_fp8_triton
+
             chunk = 256
             wide = torch.empty(tokens + 8, heads * 2 * half, dtype=torch.float8_e5m2, device=q.device)
             wide_w = torch.empty(tokens + 8, heads, dtype=torch.float32, device=q.device)

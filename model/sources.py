@@ -110,6 +110,7 @@ class Indexer:
 
     def select(self, x: torch.Tensor, query: Rows, step: Step, selection: Selection) -> None:
         """Set `selection` from x bf16 [N, d] and the query latent [N, q_lora], a block of rows at a time."""
+        page_table, seq = step.page_table, step.seq  # older than the queries' launch: `index_scores`
         q = self.wq(query).view(step.rows, self.heads, -1)
         scale = q.shape[2] ** -0.5 * self.heads**-0.5
         queries = pack_index_queries(q, self.weights(x), step.rope(self.freqs), scale)
@@ -130,8 +131,8 @@ class Indexer:
                 memory,
                 planes.index_payload,
                 planes.index_scales,
-                step.page_table,
-                step.seq[rows],
+                page_table,
+                seq[rows],
                 visible[rows],
                 width,
             )

@@ -155,7 +155,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         index_score_one_hopper.score_one,
-        {**INDEX, "BLOCKS": True},
+        {**INDEX, "BLOCKS": True, "STAGES": index_score_one_hopper.STAGES},
         {"weight_ptr": "*fp32", "out_ptr": "*fp32", "best_ptr": "*fp32"},
         4,
     ),

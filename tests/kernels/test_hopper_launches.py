@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu cou
 
 
 @cache
-def launched() -> dict[tuple[str, int], list[str]]:
-    """The kernels of each case, in order."""
+def walked() -> dict[tuple[str, int], tuple[list[str], list[bool]]]:
+    """The kernels of each case, in order, and whether each may begin before the one before has ended."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.walk_hopper"],
@@ -30,7 +30,12 @@ def launched() -> dict[tuple[str, int], list[str]]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(line["case"], line["size"]): line["launched"] for line in lines}
+    return {(line["case"], line["size"]): (line["launched"], line["early"]) for line in lines}
+
+
+def launched() -> dict[tuple[str, int], list[str]]:
+    """The kernels of each case, in order."""
+    return {case: names for case, (names, _) in walked().items()}
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 12, 16, 40, 64, 65, 80, 100, 128])
@@ -53,3 +58,15 @@ def test_keys_are_expanded_for_chunks_alone() -> None:
 def test_a_step_of_few_sequences_calls_no_library() -> None:
     for batch in (1, 3, 8, 40, 64, 100, 128):
         assert not {"mm", "bmm"} & set(launched()["decode", batch])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_index_keys_are_written_well_before_they_are_scored(batch: int) -> None:
+    """Scores read keys, page table and `seq` before the launch before them has ended. So between the launches
+    that write those and the scores stands one that begins when all before it have ended.
+    """
+    names, early = walked()["select", batch]
+    scores = names.index("score_one")
+    assert early[scores]
+    last = max(names.index("entries"), names.index("_tables"))
+    assert not all(early[last + 1 : scores])

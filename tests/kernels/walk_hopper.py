@@ -24,7 +24,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 REUSE = 22  # a Reuse layer with another below it and one above
+FULL = 20  # makes entries and index keys, and selects among them
 LAUNCHED: list[str] = []
+EARLY: list[bool] = []  # of each: whether it may begin before the one before has ended
 
 
 class NoCard:
@@ -60,6 +62,7 @@ def pretend(compiles: bool) -> None:
         assert min(sizes) > 0, (self.__name__, sizes)
         assert all(size < 65_536 for size in sizes[1:]), (self.__name__, sizes)
         LAUNCHED.append(self.__name__)
+        EARLY.append(bool(options.get("launch_pdl")))
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
     def bind(self: Any, *arguments: Any) -> Any:
@@ -73,6 +76,7 @@ def pretend(compiles: bool) -> None:
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment,misc]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    torch.empty = torch.zeros  # visible entries that nobody counted
     for name in ("zeros", "empty", "full", "arange"):
         setattr(torch, name, _here(getattr(torch, name)))
     torch.mm, torch.bmm = _library("mm", torch.mm), _library("bmm", torch.bmm)  # type: ignore[assignment]
@@ -93,14 +97,15 @@ def _library(name: str, product: Any) -> Any:
 
     def made(a: torch.Tensor, b: torch.Tensor, *, out_dtype: Any = None, out: Any = None) -> torch.Tensor:
         LAUNCHED.append(name)
+        EARLY.append(False)
         shape = (*a.shape[:-1], b.shape[-1])
         return out if out is not None else torch.empty(shape, dtype=out_dtype or a.dtype)
 
     return made
 
 
-def layer() -> tuple[Any, Any]:
-    """A layer of Flash's widths, of memory that nobody wrote, and a network for its states."""
+def layer(which: int) -> tuple[Any, Any]:
+    """Layer `which` of Flash's widths, of memory that nobody wrote, and a network for its states."""
     from cedar.model.dense import ExpansionBudget
     from cedar.model.network import Network
     from cedar.model.schedule import layer_plan, page_layout
@@ -112,7 +117,7 @@ def layer() -> tuple[Any, Any]:
     config, where = synthetic_config(FLASH), torch.device("cpu")
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in stage_tensors(config, "decode").items():
-        if not name.startswith(f"layers.{REUSE}."):
+        if not name.startswith(f"layers.{which}."):
             continue
         if ".experts." in name:
             stem, _, part = name.rpartition(".experts.")
@@ -128,7 +133,7 @@ def layer() -> tuple[Any, Any]:
         config=config, layout=layout, plan=layer_plan(config), device=where, stage="decode",
         fingerprint=bytes(32), text=None, vision=None,
     )  # fmt: skip
-    return builder.layer(layer_plan(config)[REUSE]), net
+    return builder.layer(layer_plan(config)[which]), net
 
 
 def prefill(of: Any, net: Any, tokens: int) -> None:
@@ -148,9 +153,34 @@ def prefill(of: Any, net: Any, tokens: int) -> None:
 
 def decode(of: Any, net: Any, batch: int) -> None:
     """The same in a step of `batch` sequences."""
-    from cedar.model.decode_step import DecodeStep
     from cedar.model.residual import Residual
     from cedar.model.sources import Selection
+
+    step = _step(net, batch)
+    residual = Residual(
+        torch.empty(batch, 4, net.config.hidden_size, dtype=torch.bfloat16), torch.empty(batch, 4)
+    )
+    selection = Selection(entries=torch.zeros(batch, 512, dtype=torch.int32))
+    _twice(of, residual, step, selection)
+
+
+def select(of: Any, net: Any, batch: int) -> None:
+    """A Full layer in a step of `batch` sequences."""
+    from cedar.model.residual import Residual
+    from cedar.model.sources import Selection
+
+    step = _step(net, batch)
+    residual = Residual(
+        torch.zeros(batch, 4, net.config.hidden_size, dtype=torch.bfloat16), torch.zeros(batch, 4)
+    )
+    LAUNCHED.clear()
+    EARLY.clear()
+    of.advance(residual, step, Selection(), None)
+
+
+def _step(net: Any, batch: int) -> Any:
+    """One of `batch` sequences of 600 tokens."""
+    from cedar.model.decode_step import DecodeStep
     from cedar.model.state import SequenceState
 
     memory = net.allocate(pages=3 * batch, slots=batch)
@@ -160,29 +190,28 @@ def decode(of: Any, net: Any, batch: int) -> None:
     ]
     for seq in seqs:
         seq.length = 600
-    step = DecodeStep.of(memory, net.config, seqs)
-    residual = Residual(
-        torch.empty(batch, 4, net.config.hidden_size, dtype=torch.bfloat16), torch.empty(batch, 4)
-    )
-    selection = Selection(entries=torch.zeros(batch, 512, dtype=torch.int32))
-    _twice(of, residual, step, selection)
+    return DecodeStep.of(memory, net.config, seqs)
 
 
 def _twice(of: Any, residual: Any, step: Any, selection: Any) -> None:
     of.advance(residual, step, selection, None)
     LAUNCHED.clear()
+    EARLY.clear()
     of.advance(residual, step, selection, None)
 
 
 def main() -> None:
     """Every case."""
-    of, net = layer()
+    of, net = layer(REUSE)
+    full = layer(FULL)[0]
     pretend("--compile" in sys.argv)
-    cases = [(decode, n) for n in (1, 3, 8, 12, 16, 40, 64, 65, 80, 100, 128)]
-    cases += [(prefill, n) for n in (128, 200, 300, 512, 1000, 4096)]
-    for walk, size in cases:
-        walk(of, net, size)
-        print(json.dumps({"case": walk.__name__, "size": size, "launched": LAUNCHED}), flush=True)
+    cases = [(decode, of, n) for n in (1, 3, 8, 12, 16, 40, 64, 65, 80, 100, 128)]
+    cases += [(prefill, of, n) for n in (128, 200, 300, 512, 1000, 4096)]
+    cases += [(select, full, n) for n in (1, 3, 16)]
+    for walk, one, size in cases:
+        walk(one, net, size)
+        line = {"case": walk.__name__, "size": size, "launched": LAUNCHED, "early": EARLY}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
