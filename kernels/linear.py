@@ -22,6 +22,17 @@ def order_for(tokens: int, weight: torch.Tensor) -> int | None:
     return linear_triton.order_for(tokens, weight)
 
 
+def settles(tokens: int, weight: torch.Tensor) -> bool:
+    """Whether the launch after a product of `tokens` rows with an FP8 `weight` [O, I] may read what is older
+    than the product without waiting for it (`settled` of `sparse_attention`).
+    """
+    if not weight.is_cuda:
+        return True
+    from cedar.kernels import linear_triton
+
+    return linear_triton.settles(tokens, weight)
+
+
 def linear_fp8(
     x: torch.Tensor | Prepared,
     weight: torch.Tensor,

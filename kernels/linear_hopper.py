@@ -165,7 +165,8 @@ def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trade
     stages = _stages(room, 128 * (m + r), fixed, area, most)
     if not granted(area, fixed + 128 * (m + r) * stages):  # few channels: one program takes them all
         splits, each, stages = 1, blocks, min(blocks, most)
-    return Many(m, r, each, stages, 4 if m == 64 else 8, splits, splits == 1 or programs > MULTIPROCESSORS)
+    early = r == 64 and (splits == 1 or programs > MULTIPROCESSORS)  # else the next launch may `settle`
+    return Many(m, r, each, stages, 4 if m == 64 else 8, splits, early)
 
 
 def _trades(tall: int, outputs: int, blocks: int) -> Trades:
@@ -228,6 +229,13 @@ def plan(tokens: int, outputs: int, columns: int, bulk: bool = True) -> Few | Ma
     if tokens > MOST:
         return None
     return _few(tokens, outputs, columns) if tokens <= FEW else _many(tokens, outputs, columns)
+
+
+def waits_first(cut: Few | Many | Trades | Bulk | None) -> bool:
+    """Whether a launch of this cut lets the next one start only when it has itself waited: the next may then
+    read at once whatever is older than this launch.
+    """
+    return not (isinstance(cut, (Few, Many)) and cut.early)
 
 
 def is_wide(cut: Few | Many | Trades | Bulk | None) -> bool:

@@ -194,8 +194,7 @@ def _copy(
         )  # fmt: skip
     fetch_descriptor("trades_param_5")
     grid_wait()
-    if SPLITS > 1:
-        grid_release()
+    grid_release()
     for i in gl.static_range(STAGES):
         if HOLD:
             if i < NB:
@@ -271,8 +270,6 @@ def trades(
             sent = gl.maximum(0, gl.minimum((tokens - token - 64 * i + 15) // 16 * 16, 64))
             cluster.expect(area + (i * AREA + area_of(64, R, SPLITS) - 16), sent * ((SPLITS - 1) * 32) * mine)
     fence_async_shared()
-    if SPLITS == 1:
-        grid_release()
     gl.warp_specialize(
         [
             (_multiply, (

@@ -200,6 +200,15 @@ def order_for(tokens: int, weight: torch.Tensor) -> int | None:
     return GROUPED if isinstance(cut, linear_hopper.Bulk) else CODES
 
 
+def settles(tokens: int, weight: torch.Tensor) -> bool:
+    """As the public function, for a CUDA weight."""
+    if not hopper(weight.device.index or 0):
+        return True
+    from cedar.kernels import linear_hopper
+
+    return linear_hopper.waits_first(linear_hopper.plan(tokens, *weight.shape))
+
+
 def linear_fp8(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, prepared: tuple[Prepared, ...] = ()
 ) -> torch.Tensor:

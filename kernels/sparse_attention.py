@@ -23,6 +23,8 @@ def sparse_attention(
     sink: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     wide: WideKeys | None = None,
+    *,
+    settled: bool = False,
 ) -> torch.Tensor:
     """o bf16 [N, H, D], rounded once, before the inverse RoPE. q bf16 [N, H, D], after RoPE.
 
@@ -32,9 +34,10 @@ def sparse_attention(
     none. sink fp32 [H] adds exp(sink) to the denominator and is not scaled. A query with no key at all gives
     zeros. With `rope` = (cos, sin) fp32 [N, R/2] (`rope_table`) q comes before its RoPE and o leaves after
     the inverse. `wide` holds the same keys expanded: entries [S, E, D], E beyond every one that is named, and
-    window [R, D]. It is read where there is a kernel for it, and on the CPU. Raises PageRangeError (CPU; on a
-    GPU with CEDAR_CHECK_INDICES=1, else clamped there) naming seq, entries, page_table or window_rows when
-    one points outside.
+    window [R, D]. It is read where there is a kernel for it, and on the CPU. `settled` (a GPU): q comes from
+    the launch before this one, a product that `settles`, and everything else is older; it is read then while
+    that launch still runs. Raises PageRangeError (CPU; on a GPU with CEDAR_CHECK_INDICES=1, else clamped
+    there) naming seq, entries, page_table or window_rows when one points outside.
     """
     c = Contract("sparse_attention")
     c.expect("q", q, "N H D", torch.bfloat16)
@@ -52,7 +55,7 @@ def sparse_attention(
         c.require("wide.window", wide.window.is_contiguous(), "must be contiguous")
     if entries is None or entries.shape[-1] == 0:
         wide = None if wide is None else wide._replace(entries=None)
-        return _attend(q, None, (), None, None, None, window, window_rows, sink, rope, wide)
+        return _attend(q, None, (), None, None, None, window, window_rows, sink, rope, wide, settled)
     if pages is None or page_table is None or seq is None or payload_plane is None or scale_plane is None:
         raise c.refusal("entries", "needs pages, payload_plane, scale_plane, page_table and seq beside it")
     c.expect("pages", pages, "P B", torch.uint8)
@@ -67,7 +70,7 @@ def sparse_attention(
         c.expect("wide.entries", wide.entries, "S E D", torch.float16)
         c.require("wide.entries", wide.entries.is_contiguous(), "must be contiguous")
     planes = (payload_plane, scale_plane)
-    return _attend(q, pages, planes, page_table, seq, entries, window, window_rows, sink, rope, wide)
+    return _attend(q, pages, planes, page_table, seq, entries, window, window_rows, sink, rope, wide, settled)
 
 
 def _attend(
@@ -82,6 +85,7 @@ def _attend(
     sink: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None,
     wide: WideKeys | None,
+    settled: bool,
 ) -> torch.Tensor:
     """The kernel on a GPU (head dims of a power of two, 32 or more), else the reference, checked already."""
     width = q.shape[2]
@@ -97,8 +101,9 @@ def _attend(
                     room = wide.entries.shape[1]
                 paging_ref.check_range("entries", entries, -1, room)
         return sparse_attention_triton.sparse_attention(
-            q, pages, planes, page_table, seq, entries, window.contiguous(), window_rows, sink, rope, wide
-        )
+            q, pages, planes, page_table, seq, entries, window.contiguous(), window_rows, sink, rope, wide,
+            settled=settled and window.is_contiguous(),
+        )  # fmt: skip
     if rope is not None:
         q = rope_ref.turn(q, *rope)
     o = sparse_attention_ref.sparse_attention(

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from cedar.kernels.grid_hopper import SINGLES, arrive, wait_for
 from cedar.kernels.sparse_attention_join_hopper import bf16_words, channels_of, half_words
-from cedar.kernels.sparse_attention_keys_hopper import TILE_WORDS
+from cedar.kernels.sparse_attention_keys_hopper import COPY_WIDE, RAW_WIDE, TILE_WORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 
 @gluon.constexpr_function
-def _query_layout(N):
+def words_layout(N):
     """Of words [64, N / 2] of N channels: a thread has eight neighbours at a time, its own in a left operand
     or in sums of products where channels have a tile's order.
     """
@@ -26,8 +25,8 @@ def _query_layout(N):
     )
 
 
-_WORDS = gl.constexpr(_query_layout(256))  # of 256 channels
-# Words [64, 64] of a quarter of q for shared memory: a thread has 32 neighbouring channels.
+_WORDS = gl.constexpr(words_layout(256))  # of 256 channels
+# Words [64, 64] of a quarter of q: a thread has 32 neighbouring channels.
 _Q_PART = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [32, 0]],
@@ -60,38 +59,37 @@ def _far_pairs(x, N: gl.constexpr):
 
 
 @gluon.jit
-def query_left(q_ptr, cos_ptr, sin_ptr, token, HALF_ROPE: gl.constexpr):
-    """The first 256 channels of q, in the tile's order, as a left operand in registers."""
-    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS))
-    pair = gl.arange(0, 128, layout=gl.SliceLayout(0, _WORDS))
-    start = q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
-    words = gl.load(start + head[:, None] * 256 + pair[None, :])
-    even, odd = _turned(words, pair, cos_ptr, sin_ptr, token, 128, HALF_ROPE)
-    even_low, even_high = _far_pairs(even, 128)
-    odd_low, odd_high = _far_pairs(odd, 128)
-    both = gl.join(half_words(even_low, even_high), half_words(odd_low, odd_high))
-    both = gl.permute(both, (0, 1, 3, 4, 2))  # [64, 8, 2, 2, 4]
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [both], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-    )
-    return gl.convert_layout(gl.reshape(gl.join(low, high), [64, 256]), LEFT, assert_trivial=True)
+def ask_query(q_ptr, place, token, quarter: gl.constexpr):
+    """Asks for 128 channels of q, to wait in a place of 16 KB."""
+    head = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_WIDE))
+    pair = 64 * quarter + gl.arange(0, 64, layout=gl.SliceLayout(0, COPY_WIDE))
+    source = q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + head[:, None] * 256 + pair[None, :]
+    async_copy.async_copy_global_to_shared(place._reinterpret(gl.int32, [64, 64], RAW_WIDE), source)
 
 
 @gluon.jit
-def query_shared(q_ptr, cos_ptr, sin_ptr, q_tile, token, PART: gl.constexpr, HALF_ROPE: gl.constexpr):
-    """128 channels from 256 + 128 PART on to shared memory."""
-    head = gl.arange(0, 64, layout=gl.SliceLayout(1, _Q_PART))
-    pair = 128 + 64 * PART + gl.arange(0, 64, layout=gl.SliceLayout(0, _Q_PART))
-    start = q_ptr.to(gl.pointer_type(gl.int32)) + token * 16384
-    words = gl.load(start + head[:, None] * 256 + pair[None, :])
-    even, odd = _turned(words, pair, cos_ptr, sin_ptr, token, 192 + 64 * PART, HALF_ROPE)
+def turn_query(
+    place, angles, cos_ptr, sin_ptr, token, quarter: gl.constexpr, HALF_ROPE: gl.constexpr
+):  # fmt: skip
+    """What `ask_query` brought, turned and in a tile's order, where it lay. `angles` as `keep_angles` left
+    them.
+
+    Not from memory through registers: ptxas would put the conversion off until the last wait is over.
+    """
+    words = place._reinterpret(gl.int32, [64, 64], RAW_WIDE).load(_Q_PART)
+    if quarter < 3 or HALF_ROPE == 0 or HALF_ROPE > 64:
+        pair = 64 * quarter + gl.arange(0, 64, layout=gl.SliceLayout(0, _Q_PART))
+        even, odd = _turned(words, pair, cos_ptr, sin_ptr, token, 64 * quarter + 64, HALF_ROPE)
+    else:
+        even, odd = channels_of(words)
+        cos = angles.index(0).load(gl.SliceLayout(0, _Q_PART))[None, :]
+        sin = angles.index(1).load(gl.SliceLayout(0, _Q_PART))[None, :]
+        even, odd = channels_of(bf16_words(even * cos - odd * sin, even * sin + odd * cos))
     even_low, even_high = _far_pairs(even, 64)
     odd_low, odd_high = _far_pairs(odd, 64)
     both = gl.join(half_words(even_low, even_high), half_words(odd_low, odd_high))
     both = gl.permute(both, (0, 1, 3, 4, 2))  # [64, 4, 2, 2, 4]
-    parts = q_tile._reinterpret(gl.int32, [2, 64, 64], TILE_WORDS)
-    parts.index(PART).store(gl.reshape(both, [64, 64]))
-    fence_async_shared()
+    place._reinterpret(gl.int32, [64, 64], TILE_WORDS).store(gl.reshape(both, [64, 64]))
 
 
 @gluon.jit
@@ -102,12 +100,24 @@ def _last_half(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def keep_angles(angles, cos_ptr, sin_ptr, token, HALF_ROPE: gl.constexpr):
-    """The angles of the last 32 pairs to shared memory; 1 and 0 where nothing turns."""
+def load_angles(cos_ptr, sin_ptr, token, HALF_ROPE: gl.constexpr):
+    """The angles of the last 64 pairs; 1 and 0 where nothing turns."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    turn = gl.arange(0, 32, layout=line) - (32 - HALF_ROPE)
-    angles.index(0).store(gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0))
-    angles.index(1).store(gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0))
+    cos = 1.0
+    sin = 0.0
+    if HALF_ROPE > 0 and HALF_ROPE <= 64:
+        turn = gl.arange(0, 64, layout=line) - (64 - HALF_ROPE)
+        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)
+        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)
+    return cos, sin
+
+
+@gluon.jit
+def keep_angles(angles, cos, sin, HALF_ROPE: gl.constexpr):
+    """What `load_angles` gave to shared memory [2, 64]."""
+    if HALF_ROPE > 0 and HALF_ROPE <= 64:
+        angles.index(0).store(cos)
+        angles.index(1).store(sin)
 
 
 @gluon.jit
@@ -116,6 +126,7 @@ def write_half(
 ):  # fmt: skip
     """Writes 256 channels from COLUMN on, eight neighbours a thread; `angles` as `keep_angles` left them."""
     TURNED: gl.constexpr = HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE
+    last_angles = angles._reinterpret(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     o = gl.permute(gl.reshape(o * factor[:, None], [64, 8, 2, 2, 4, 2]), (0, 1, 4, 5, 2, 3))
     even, odd = gl.split(o)  # [64, 8 groups, 4, 2, 2]
     even = gl.convert_layout(gl.reshape(even, [64, 128]), _WORDS, assert_trivial=True)
@@ -127,10 +138,10 @@ def write_half(
         sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
         words = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
     if TURNED and HALF_ROPE <= 32:
-        half: gl.constexpr = _query_layout(128)
-        last: gl.constexpr = _query_layout(64)
-        cos = angles.index(0).load(gl.SliceLayout(0, last))[None, :]
-        sin = angles.index(1).load(gl.SliceLayout(0, last))[None, :]
+        half: gl.constexpr = words_layout(128)
+        last: gl.constexpr = words_layout(64)
+        cos = last_angles.index(1).load(gl.SliceLayout(0, last))[None, :]
+        sin = last_angles.index(3).load(gl.SliceLayout(0, last))[None, :]
         even = _last_half(_last_half(even, half), last)
         odd = _last_half(_last_half(odd, half), last)
         turned = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
@@ -148,70 +159,9 @@ def write_half(
 
 
 @gluon.jit
-def _singles(words):
-    """The two fp16 of words, fp32."""
-    return gl.inline_asm_elementwise(
-        SINGLES, "=f,=f,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _halves(x, layout: gl.constexpr):
+def halves(x, layout: gl.constexpr):
     """The two halves of the columns of [64, N]."""
     first, second = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
     return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(
         second, layout, assert_trivial=True
     )
-
-
-@gluon.jit
-def swap_halves(
-    o, factor, lse_shared, part_ptr, lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, spot, goal, token, split,
-    COLUMN: gl.constexpr, HALF_ROPE: gl.constexpr,
-):  # fmt: skip
-    """For a query that two programs share: each gives the other one half of its 256 channels from COLUMN on,
-    and joins and writes the other half, which it keeps in registers.
-    """
-    layout: gl.constexpr = _query_layout(128)
-    o = gl.permute(gl.reshape(o * factor[:, None], [64, 8, 2, 2, 4, 2]), (0, 1, 4, 5, 2, 3))
-    even, odd = gl.split(o)
-    even_first, even_second = _halves(gl.reshape(even, [64, 128]), layout)
-    odd_first, odd_second = _halves(gl.reshape(odd, [64, 128]), layout)
-    head = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    pair = COLUMN // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    here = split * 64
-    there = 64 - here
-    words = part_ptr.to(gl.pointer_type(gl.int32)) + token * 32768 + (head * 256)[:, None] + pair[None, :]
-    given = half_words(
-        gl.where(split == 0, even_second, even_first), gl.where(split == 0, odd_second, odd_first)
-    )
-    gl.store(words + (split * 16384 + there), given)
-    own = lse_shared.load(gl.SliceLayout(1, layout))
-    if COLUMN == 0:
-        gl.store(lse_ptr + (token * 2 + split) * 64 + head, own)
-    sink = gl.load(sink_ptr + head) * 1.4426950408889634
-    TURNED: gl.constexpr = HALF_ROPE > 0 and COLUMN + 256 > 512 - 2 * HALF_ROPE
-    if TURNED:
-        turn = pair + (here - 256 + HALF_ROPE)
-        cos = gl.load(cos_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=1.0)[None, :]
-        sin = gl.load(sin_ptr + token * HALF_ROPE + turn, mask=turn >= 0, other=0.0)[None, :]
-    even = gl.where(split == 0, even_first, even_second)
-    odd = gl.where(split == 0, odd_first, odd_second)
-    arrive(spot, gl.where(split == 0, 61, 1) if COLUMN == 0 else 1)
-    wait_for(spot, goal)
-    other = gl.load(lse_ptr + (token * 2 + 1 - split) * 64 + head)
-    a, b = _singles(gl.load(words + ((1 - split) * 16384 + here)))
-    peak = gl.maximum(gl.maximum(own, other), sink)
-    own = gl.exp2(own - peak)
-    other = gl.exp2(other - peak)
-    inverse = 1.0 / (gl.exp2(sink - peak) + own + other)
-    own = (own * inverse)[:, None]
-    other = (other * inverse)[:, None]
-    even = own * even + other * a
-    odd = own * odd + other * b
-    if TURNED:
-        out = bf16_words(even * cos + odd * sin, odd * cos - even * sin)
-    else:
-        out = bf16_words(even, odd)
-    start = out_ptr.to(gl.pointer_type(gl.int32)) + token * 16384 + (head * 256)[:, None] + pair[None, :]
-    gl.store(start + here, out)

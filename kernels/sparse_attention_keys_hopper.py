@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Packed keys on their way into shared tiles of 64 keys of 512 channels in fp16, on Hopper (spec §3, §4).
 
-Entries come by asynchronous copies, window rows through registers; four warps expand them. fp16 holds every
-FP4 entry and every FP8 window key exactly once scaled by 2^-7.
+Rows come by asynchronous copies; four warps expand them. fp16 holds every FP4 entry and every FP8 window key
+exactly once scaled by 2^-7.
 
 In a tile the channels of each 32 lie in another order: word 4 k + i, two channels, has 8 i + k and
 8 i + k + 4. So a thread of a product's operand or sums, which of each 16 words has i, 4 + i, 8 + i and
@@ -52,7 +52,15 @@ _COPY = _linear(
     [64, 32],
 )
 _COPY_S = _linear([[0, 1], [0, 2]], [[0, 4], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [64, 8])
+_COPY_NEAR_S = _linear([], [[0, 1], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [64, 2])
+COPY_WIDE = _linear(
+    [[0, 1], [0, 2], [8, 0], [16, 0], [32, 0]],
+    [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]],
+    [[2, 0], [4, 0]],
+    [64, 64],
+)
 RAW = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # of rows of 128 bytes
+RAW_WIDE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # of rows of 256
 RAW_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TILE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
@@ -148,23 +156,38 @@ def expand_entries(raw, raw_s, tile, part: gl.constexpr):
 
 
 @gluon.jit
-def load_window(window, here, h: gl.constexpr):
-    """Half h of the raw words [64, 64] and scale bytes [64, 8] of 64 window rows."""
-    row = gl.maximum(here.load(gl.SliceLayout(1, _NEAR)), 0)
-    word = gl.arange(0, 64, layout=gl.SliceLayout(0, _NEAR))
-    start = (window + (row.to(gl.int64) * 528 + h * 256)).to(gl.pointer_type(gl.int32), bitcast=True)
-    words = gl.load(start[:, None] + word[None, :])
-    layout: gl.constexpr = gl.SliceLayout(2, _NEAR3)
-    row = gl.maximum(here.load(gl.SliceLayout(1, layout)), 0)
-    group = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
-    return words, gl.load((window + (row.to(gl.int64) * 528 + 512 + h * 8))[:, None] + group[None, :]).to(
-        gl.int32
-    )
+def _wait_place(tile, h: gl.constexpr):
+    """Where half h of the channels of a tile's window rows waits, in the place that it is expanded to: its
+    words [64, 64] and room of the same size, of which its scales take the beginning.
+    """
+    quarters = tile._reinterpret(gl.int32, [4, 64, 64], RAW_WIDE)
+    return quarters.index(2 * h), quarters.index(2 * h + 1)
 
 
 @gluon.jit
-def expand_window(words, code, tile, h: gl.constexpr):
-    """The same of half the channels of 64 window rows."""
+def ask_window(window, keys, tile, h: gl.constexpr):
+    """Asks for half h of the channels of 64 window rows and their scales."""
+    raw, rest = _wait_place(tile, h)
+    row = gl.maximum(keys.load(gl.SliceLayout(1, COPY_WIDE)), 0)
+    start = window + (row.to(gl.int64) * 528 + h * 256)
+    word = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY_WIDE))
+    source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
+    async_copy.async_copy_global_to_shared(raw, source)
+    row = gl.maximum(keys.load(gl.SliceLayout(1, _COPY_NEAR_S)), 0)
+    start = window + (row.to(gl.int64) * 528 + (512 + 8 * h))
+    word = gl.arange(0, 2, layout=gl.SliceLayout(0, _COPY_NEAR_S))
+    source = start.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
+    raw_s = rest._reinterpret(gl.int32, [32, 64, 2], RAW_SCALES).index(0)
+    async_copy.async_copy_global_to_shared(raw_s, source)
+
+
+@gluon.jit
+def expand_window(tile, h: gl.constexpr):
+    """What `ask_window` brought as fp16·2^-7 where it lay."""
+    raw, rest = _wait_place(tile, h)
+    words = raw.load(_NEAR)
+    codes_space = rest._reinterpret(gl.uint8, [32, 64, 8], RAW_SCALES).index(0)
+    code = codes_space.load(gl.SliceLayout(2, _NEAR3)).to(gl.int32)
     normal = (gl.minimum(code, 141) - 111) << 10
     power = (
         gl.where(code >= 112, normal, gl.where(code >= 102, 1 << (gl.maximum(code, 102) - 102), 0))

@@ -161,15 +161,19 @@ def sparse_attention(
     *,
     splits: int | None = None,
     few: bool | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """bf16 [N, H, D]. With rope = (cos, sin) fp32 [N, R/2], q comes before its RoPE and o leaves after the
     inverse.
 
-    Contracts are the public function's; `splits` overrides `choose_splits`, `few` whether the queries count
-    as few (both on Hopper only).
+    Contracts are the public function's, `settled` too; `splits` overrides `choose_splits`, `few` whether the
+    queries count as few (both on Hopper only).
     """
     tokens, heads, width = q.shape
     q = q.contiguous()
+    names = (page_table, seq, entries, window_rows, sink, *(rope or ()))
+    # what is copied, or made, here is not older
+    settled = settled and window.shape[0] > 0 and all(x is None or x.is_contiguous() for x in names)
     out = torch.empty_like(q)
     if tokens == 0:
         return out
@@ -215,7 +219,7 @@ def sparse_attention(
             return out
         if large:
             parts = choose_splits(tokens, count) if splits is None else splits
-            _attend_hopper(given, parts, sizes, place, scale, half_rope)
+            _attend_hopper(given, parts, sizes, place, scale, half_rope, settled)
             return out
     block = min(64, max(16, triton.next_power_of_2(heads)))
     _attend[(tokens, triton.cdiv(heads, block))](
@@ -268,32 +272,35 @@ def _attend_hopper(
     place: tuple[int, ...],
     scale: float,
     half_rope: int,
+    settled: bool,
 ) -> None:
-    from cedar.kernels.grid_hopper import counters
-
     q = given[0]
-    part, lse = q, given[9]
-    if parts > 1:
-        part = torch.empty(q.shape[0], parts, *q.shape[1:], dtype=torch.float16, device=q.device)
-        lse = torch.empty(q.shape[0], parts, q.shape[1], dtype=torch.float32, device=q.device)
     tiles = -(-sizes[4] // 64)
-    arguments = (
-        *given, part, lse, counters(q.device.index or 0), *sizes, scale * 128.0,
-        *place, tiles, 64 * triton.next_power_of_2(max(1, tiles)), half_rope, parts,
-    )  # fmt: skip
+    names = 64 * triton.next_power_of_2(max(1, tiles))
     if parts <= 2 and tiles <= 8:  # most of the time is in the loop over tiles, and the names of keys fit
+        from cedar.kernels import cluster_hopper, sparse_attention_swap_hopper
         from cedar.kernels.sparse_attention_trades_hopper import (
             PRODUCE_REGISTERS,
             WEIGH_REGISTERS,
             attend_trades,
         )
 
-        attend_trades[(q.shape[0], parts)](
-            *arguments, WEIGH_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True
-        )
+        cluster_hopper.launch(
+            attend_trades, (q.shape[0], 1, 1) if parts == 1 else (1, q.shape[0], 1), parts,
+            *given, *sizes, scale * 128.0, *place, tiles, names, half_rope, parts, settled,
+            WEIGH_REGISTERS, PRODUCE_REGISTERS,
+            num_warps=4, end=sparse_attention_swap_hopper.AREA.value if parts == 2 else 0,
+        )  # fmt: skip
         return
+    from cedar.kernels.grid_hopper import counters
     from cedar.kernels.sparse_attention_hopper import FOLLOW_REGISTERS, PRODUCE_REGISTERS, attend_hopper
 
+    part, lse = q, given[9]
+    if parts > 1:
+        part = torch.empty(q.shape[0], parts, *q.shape[1:], dtype=torch.float16, device=q.device)
+        lse = torch.empty(q.shape[0], parts, q.shape[1], dtype=torch.float32, device=q.device)
     attend_hopper[(q.shape[0], parts)](
-        *arguments, FOLLOW_REGISTERS, PRODUCE_REGISTERS, num_warps=4, launch_pdl=True
-    )
+        *given, part, lse, counters(q.device.index or 0), *sizes, scale * 128.0,
+        *place, tiles, names, half_rope, parts, FOLLOW_REGISTERS, PRODUCE_REGISTERS,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -42,6 +42,11 @@ class Attention:
         """bf16 [N, d] of normed rows x [N, d]; `produce` False when the entries exist already."""
         window = step.open_window(self.layer)
         wide = self._wide_window(step, window)
+        rows = step.window_rows(self.in_decoder)
+        place = None if self.pages is None else (step.page_table, step.seq)
+        # then q is from the launch before attention, and all else that attention reads is older
+        settled = self.indexer is None and not (self.compressor is not None and produce)
+        settled = settled and wide is None and self.wq_b.settles(step.rows)
         query = Rows(
             *norm_latents(
                 self.latents(x),
@@ -61,7 +66,7 @@ class Attention:
             self.compressor.produce(x.plain, step)
         if self.indexer is not None:
             self.indexer.select(x.plain, query, step, selection)
-        o = self._attend(q, step, selection, window.buffer, self._wide_keys(step, wide))
+        o = self._attend(q, step, place, selection, window.buffer, rows, self._wide_keys(step, wide), settled)
         step.close_window(self.layer, window.buffer)
         o = o.view(step.rows, self.groups, -1)
         return self.wo_b(grouped_output(o, self.wo_a, self.wo_b.orders(step.rows)))
@@ -95,27 +100,30 @@ class Attention:
         self,
         q: torch.Tensor,
         step: Step,
+        place: tuple[torch.Tensor, torch.Tensor] | None,
         selection: Selection,
         window: torch.Tensor,
+        rows: torch.Tensor,
         wide: WideKeys | None,
+        settled: bool,
     ) -> torch.Tensor:
-        """o bf16 [N, H, D] after its inverse RoPE, of q before its RoPE."""
-        rows, rope = step.window_rows(self.in_decoder), step.rope(self.freqs)
-        if self.pages is None:
+        """o bf16 [N, H, D] after its inverse RoPE, of q before its RoPE; `place`: page table, sequences."""
+        rope = step.rope(self.freqs)
+        if self.pages is None or place is None:
             none = (None, None, None, None, None, None)
-            return sparse_attention(q, *none, window, rows, self.sink, rope, wide)
+            return sparse_attention(q, *none, window, rows, self.sink, rope, wide, settled=settled)
         planes = self.pages.planes
         return sparse_attention(
             q,
             step.memory.pages,
             planes.main_payload,
             planes.main_scales,
-            step.page_table,
-            step.seq,
+            *place,
             selection.entries,
             window,
             rows,
             self.sink,
             rope,
             wide,
+            settled=settled,
         )

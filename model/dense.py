@@ -14,7 +14,7 @@ import torch
 from cedar.kernels.experts import expand_experts
 from cedar.kernels.feed_forward import RoutedWeights
 from cedar.kernels.fp8 import expand_fp8_blocks
-from cedar.kernels.linear import linear_dense, linear_fp8, order_for
+from cedar.kernels.linear import linear_dense, linear_fp8, order_for, settles
 from cedar.kernels.prepared import Prepared
 
 DEFAULT_EXPANDED_BYTES: Final = 1 << 30
@@ -65,6 +65,10 @@ class Dense:
         """In which orders a producer of so many `Rows` may spare this product the quantising: one or none."""
         order = order_for(rows, self.weight)
         return () if order is None else (order,)
+
+    def settles(self, rows: int) -> bool:
+        """Whether what is older than this product of so many rows may be read at once by the next launch."""
+        return settles(rows, self.weight)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

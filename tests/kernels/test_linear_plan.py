@@ -145,3 +145,11 @@ def test_more_goes_in_bulk(outputs: int, columns: int) -> None:
         assert isinstance(linear_hopper.plan(tokens, outputs, columns), linear_hopper.Bulk)
     stages, ahead = linear_bulk_hopper.STAGES, linear_bulk_hopper.AHEAD
     assert 128 * (linear_bulk_hopper.ROWS * stages + linear_bulk_hopper.TOKENS * ahead) + 8192 <= 227 * 1024
+
+
+def test_attention_may_read_what_is_older_than_its_queries() -> None:
+    """From 45 tokens on wq_b waits before it lets attention start (`settled`)."""
+    from cedar.kernels.linear_hopper import plan, waits_first
+
+    for columns in (1280, 1536):
+        assert all(waits_first(plan(tokens, 32768, columns)) for tokens in range(45, 1025))

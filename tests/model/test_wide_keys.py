@@ -41,9 +41,9 @@ def expanding(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[WideKeys
     def say(answer: bool) -> list[WideKeys | None]:
         given: list[WideKeys | None] = []
 
-        def seen(*args: Any) -> torch.Tensor:
+        def seen(*args: Any, **more: Any) -> torch.Tensor:
             given.append(args[11])
-            return attend(*args)
+            return attend(*args, **more)
 
         monkeypatch.setattr(attention, "expands", lambda like, shape, **sizes: answer)
         monkeypatch.setattr(attention, "sparse_attention", seen)
@@ -179,14 +179,14 @@ def test_one_sources_entries_live_at_a_time_and_none_after_the_step(
     def alive(held: list[weakref.ref[torch.Tensor]]) -> int:
         return len({id(tensor) for each in held if (tensor := each()) is not None})
 
-    def seen(*args: Any) -> torch.Tensor:
+    def seen(*args: Any, **more: Any) -> torch.Tensor:
         keys = args[11]
         windows.append(weakref.ref(keys.window))
         if keys.entries is not None:
             entries.append(weakref.ref(keys.entries))
         assert alive(windows) == 1
         assert alive(entries) <= 1
-        return attend(*args)
+        return attend(*args, **more)
 
     gc.disable()
     try:
