@@ -21,12 +21,13 @@ from triton.language.extra.cuda import gdc_wait
 SORTED_BY_ONE = 4096  # slots that one program sorts; more are sorted by a program for every BLOCK
 UNSORTED = 16  # tokens whose slots are tiles of their own on Hopper
 EIGHT = 10  # slots an expert, on average, up to which tiles have eight there
-BLOCK = 512
+MANY = 80  # slots of a tile beyond
+BLOCK = 256
 
 
 @triton.jit
 def _align(
-    ids_ptr, slots_ptr, experts_ptr, cursor_ptr, count, tiles,
+    ids_ptr, slots_ptr, experts_ptr, places_ptr, cursor_ptr, count, tiles,
     E: tl.constexpr, P: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: slots by expert in tiles of T."""
@@ -46,6 +47,7 @@ def _align(
         tl.store(experts_ptr + start + i, every, mask=i < needed)
     at = tl.atomic_add(cursor_ptr + expert, 1, mask=pair < count)
     tl.store(slots_ptr + at, pair, mask=pair < count)
+    tl.store(places_ptr + pair, at, mask=pair < count)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _count(ids_ptr, counts_ptr, count, E: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _place(
-    ids_ptr, counts_ptr, cursor_ptr, slots_ptr, owners_ptr, count, tiles, experts,
+    ids_ptr, counts_ptr, cursor_ptr, slots_ptr, owners_ptr, places_ptr, count, tiles, experts,
     T: tl.constexpr, P: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The same grid: B slots to their places, expert by expert in their order, and an equal share of the
@@ -90,7 +92,9 @@ def _place(
         theirs = tl.load(ids_ptr + other, mask=other < count, other=-1).to(tl.int32)
         ahead = (theirs[None, :] == expert[:, None]) & (other[None, :] < at[:, None])
         rank += tl.sum(ahead.to(tl.int32), axis=1)
-    tl.store(slots_ptr + tl.load(cursor + expert) + rank, at, mask=at < count)
+    found = tl.load(cursor + expert) + rank
+    tl.store(slots_ptr + found, at, mask=at < count)
+    tl.store(places_ptr + at, found, mask=at < count)
     each = (tiles + programs - 1) // programs
     stop = tl.minimum((program + 1) * each, tiles)
     for start in range(program * each, stop, 4):
@@ -104,12 +108,17 @@ def _place(
         tl.store(slots_ptr + place, -1, mask=empty)
 
 
-def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(slots int32 [tiles·T], expert of each tile int32 [tiles], tiles): -1 where there is none."""
+def _tiles_of(
+    ids: torch.Tensor, experts: int, together: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """(slots int32 [tiles·T], expert of each tile int32 [tiles], tiles), -1 where there is none; and each
+    slot's place int32 [N·k].
+    """
     count = ids.numel()
     tiles = min(count, count // together + min(experts, count))
     slots = torch.empty(tiles * together, dtype=torch.int32, device=ids.device)
     owners = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    places = torch.empty(count, dtype=torch.int32, device=ids.device)
     if count <= SORTED_BY_ONE:
         size = triton.next_power_of_2(experts)
         cursor = torch.empty(size, dtype=torch.int32, device=ids.device)
@@ -117,6 +126,7 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
             ids,
             slots,
             owners,
+            places,
             cursor,
             count,
             tiles,
@@ -126,16 +136,17 @@ def _tiles_of(ids: torch.Tensor, experts: int, together: int) -> tuple[torch.Ten
             1024,
             num_warps=8,
         )
-        return slots, owners, tiles
+        return (slots, owners, tiles), places
     size = triton.next_power_of_2(experts)
     programs = triton.cdiv(count, BLOCK)
     counts, cursor = torch.empty(2, programs, size, dtype=torch.int32, device=ids.device)
     wide = triton.next_power_of_2(together)
     _count[(programs,)](ids, counts, count, size, BLOCK)
     _place[(programs,)](
-        ids, counts, cursor, slots, owners, count, tiles, experts, together, wide, size, BLOCK, num_warps=8
-    )
-    return slots, owners, tiles
+        ids, counts, cursor, slots, owners, places, count, tiles, experts, together, wide, size, BLOCK,
+        num_warps=8,
+    )  # fmt: skip
+    return (slots, owners, tiles), places
 
 
 @triton.jit
@@ -198,9 +209,10 @@ def _launch_swiglu(
 
 @triton.jit
 def _sum(
-    y_ptr, shared_ptr, out_ptr, columns, k, SHARED: tl.constexpr, B: tl.constexpr, WAIT: tl.constexpr
+    y_ptr, shared_ptr, out_ptr, columns,
+    K: tl.constexpr, SHARED: tl.constexpr, B: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's k rows in order, and `shared` after them.
+    """Grid (tokens, ceil(columns / B)): fp32 sum of a token's K rows in order, and `shared` after them.
 
     WAIT: launched beside the kernel that writes the rows (`launch_pdl`), so it waits for that one's end.
     """
@@ -209,8 +221,8 @@ def _sum(
     if WAIT:
         gdc_wait()
     total = tl.zeros([B], tl.float32)
-    for i in range(k):
-        total += tl.load(y_ptr + (row * k + i) * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+    for i in tl.static_range(K):
+        total += tl.load(y_ptr + (row * K + i) * columns + at, mask=at < columns, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(shared_ptr + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
         total = to_bf16(total)
@@ -245,16 +257,17 @@ def grouped_experts(
     elif fast and share <= EIGHT:
         from cedar.kernels import experts_fp8_hopper
 
-        tiles = _tiles_of(ids, experts, 8)
+        tiles, _ = _tiles_of(ids, experts, 8)
         y = experts_fp8_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit)
     elif fast:
         from cedar.kernels import experts_hopper
 
-        width_of = slots_of(share)
-        tiles = _tiles_of(ids, experts, sum(width_of))
-        y = experts_hopper.experts(x.contiguous(), tiles, weights, packed, k, limit, width_of)
+        together = slots_of(share)
+        tiles, places = _tiles_of(ids, experts, together)
+        seen = experts_hopper.quantised(x.contiguous(), places, tiles[2] * together)
+        y = experts_hopper.experts(seen, tiles, weights, packed, limit)
     else:
-        slots, owners, count = _tiles_of(ids, experts, 16)
+        (slots, owners, count), _ = _tiles_of(ids, experts, 16)
         y = torch.empty(slots_count, width, dtype=torch.bfloat16, device=x.device)
         gate, up = (torch.empty(slots_count, inner, dtype=torch.bfloat16, device=x.device) for _ in range(2))
         seen = permuted(x)
@@ -269,13 +282,9 @@ def grouped_experts(
     return summed(y, k, shared, fast)
 
 
-def slots_of(share: float) -> tuple[int, int]:
-    """Slots of a tile on Hopper, and those beside them, for so many an expert on average; (8, 0) is
-    `experts_fp8_hopper`'s.
-    """
-    if share <= EIGHT:
-        return 8, 0
-    return (16, 0) if share <= 12 else (32, 0) if share <= 24 else (64, 16)
+def slots_of(share: float) -> int:
+    """Slots of a tile on Hopper for so many an expert on average: 8 are `experts_fp8_hopper`'s."""
+    return 8 if share <= EIGHT else MANY
 
 
 def summed(y: torch.Tensor, k: int, shared: torch.Tensor | None, overlaps: bool) -> torch.Tensor:

@@ -65,8 +65,7 @@ def feed_forward_many(x, gate, bias, k, scale, routed, shared, limit, prepared) 
     from cedar.kernels.router_tiles_hopper import logits_of, sort_rows
 
     experts = routed.w1.shape[0]
-    slots = slots_of(x.shape[0] * k / experts)
-    rows = sort_rows(x, logits_of(x, gate), bias, k, scale, sum(slots))
+    rows = sort_rows(x, logits_of(x, gate), bias, k, scale, slots_of(x.shape[0] * k / experts))
     beside = _shared_expert(x, shared, limit, prepared)
     packed = ((routed.w1, routed.w1_scale), (routed.w3, routed.w3_scale), (routed.w2, routed.w2_scale))
     tiles = rows.slots, rows.owners, rows.owners.shape[0]
@@ -75,7 +74,7 @@ def feed_forward_many(x, gate, bias, k, scale, routed, shared, limit, prepared) 
             rows.seen, rows.scales, tiles, rows.weights, packed, k, limit
         )
     else:
-        y = experts_hopper.experts(rows.seen, tiles, rows.weights, packed, k, limit, slots, placed=True)
+        y = experts_hopper.experts(rows.seen, tiles, rows.weights, packed, limit)
     return summed(y, k, beside, True)
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 from cedar.kernels.bands_hopper import bands, code_of, scale_of, to_bytes
 from cedar.kernels.codes_hopper import natural
-from cedar.kernels.experts_hopper import blocks_each, round_trip
+from cedar.kernels.experts_hopper import blocks_each, quantised_blocks, store_blocks
 from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait, wait_for
 from cedar.kernels.grouped_output_hopper import TILE16
 from cedar.kernels.linear_triton import linear_bf16, multiprocessors
@@ -90,21 +90,11 @@ def _at_places(
     parts = width // (128 * BLOCKS)
     t = piece // parts * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
     mine = t < tokens
-    c = piece % parts * (128 * BLOCKS) + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
-    from_ = x_ptr + t.to(gl.int64)[:, None] * x_stride + c[None, :]
-    seen = ()
-    for b in gl.static_range(BLOCKS):
-        x = gl.load(from_ + b * 128, mask=mine[:, None], other=0.0).to(gl.float32)
-        out = gl.reshape(round_trip(gl.reshape(x, [8, 4, 32])).to(gl.bfloat16), [8, 4, 4, 2, 4])
-        y = gl.convert_layout(gl.reshape(gl.permute(out, (0, 2, 4, 1, 3)), [8, 128]), L)
-        seen = seen + (y,)  # type: ignore[assignment] # noqa: RUF005  (Triton knows no other way)
+    c = piece % parts * (128 * BLOCKS) + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
+    seen = quantised_blocks(x_ptr + t.to(gl.int64)[:, None] * x_stride + c, mine, BLOCKS)
     wait_for(cell, goal)
     barrier()
-    for choice in range(k):
-        place = gl.load(places_ptr + t * k + choice, mask=mine, other=0, cache_modifier=".cg")
-        to = seen_ptr + place.to(gl.int64)[:, None] * width + c[None, :]
-        for b in gl.static_range(BLOCKS):
-            gl.store(to + b * 128, seen[b], mask=mine[:, None])
+    store_blocks(seen, seen_ptr + c, places_ptr + t * k, mine, width, k, BLOCKS)
 
 
 @gluon.jit

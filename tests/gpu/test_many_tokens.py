@@ -90,9 +90,18 @@ def test_grouped_output_as_the_next_product_meets_it() -> None:
     assert float((found - want).norm() / want.norm()) < 3e-3
 
 
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """x quantised, read back, each 128 channels as expanded MXFP4 weights meet them."""
+    m = torch.arange(x.shape[1], device="cuda")
+    place = (((m % 32 // 8) * 4 + m % 4) * 4 + m % 128 // 32) * 2 + m % 8 // 4
+    out = torch.empty_like(x)
+    out[:, m // 128 * 128 + place] = dequantize_fp8(*quantize_fp8(x)).to(x.dtype)
+    return out
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "together", "parts"),
-    [(20, 384, 8, 5), (513, 384, 8, 5), (4097, 100, 80, 1), (90, 3, 16, 1)],
+    [(20, 384, 8, 5), (513, 384, 8, 5), (4097, 100, 80, 1), (90, 3, 80, 1)],
 )
 def test_choices_in_tiles(tokens: int, experts: int, together: int, parts: int) -> None:
     """Selection and weights as apart; every choice once, in tiles of its expert; rows quantised as apart."""
@@ -125,15 +134,42 @@ def test_choices_in_tiles(tokens: int, experts: int, together: int, parts: int) 
         assert found.scales is not None
         assert torch.equal(found.scales, scales)
     else:
-        want = torch.empty_like(found.seen)
-        places = want.shape[0]
-        experts_hopper.quantise[(-(-places // 8), 4)](
-            x, found.slots, want, places, k, 512, 512, 1, num_warps=4
-        )
-        there = (found.slots.view(-1, together) >= 0) & (found.owners >= 0).unsqueeze(1)
-        assert torch.equal(found.seen[there.flatten()], want[there.flatten()])
+        there = ((found.slots.view(-1, together) >= 0) & (found.owners >= 0).unsqueeze(1)).flatten()
+        want = ordered(x)[found.slots[there].long() // k]
+        assert torch.equal(found.seen[there], want)
+        places = torch.empty(tokens * k, dtype=torch.int32, device="cuda")
+        places[found.slots[there].long()] = there.nonzero().flatten().to(torch.int32)
+        assert torch.equal(experts_hopper.quantised(x, places, found.slots.numel())[there], want)
         assert bool((found.slots.view(-1, together)[found.owners < 0] == -1).all())
     assert launches(lambda: sort_rows(x, logits, bias, k, 1.5, together)) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "inner", "width"),
+    [(23, 2, 128, 256), (80, 1, 128, 512), (81, 1, 256, 768), (640, 9, 384, 256), (2500, 11, 256, 1280)],
+)
+def test_experts_of_many(tokens: int, experts: int, inner: int, width: int) -> None:
+    """Every number of columns of a product, tiles that are full or have one slot, few and many items."""
+    from cedar.kernels import experts_ref, experts_triton
+
+    g = torch.Generator().manual_seed(tokens)
+
+    def packed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
+        scale = torch.randint(112, 122, (experts, rows, columns // 32), dtype=torch.uint8, generator=g)
+        return payload.cuda(), scale.cuda()
+
+    k = min(2, experts)
+    weights = (packed(inner, width), packed(inner, width), packed(width, inner))
+    shares = torch.linspace(0.05, 1, experts).expand(tokens, -1)
+    ids = shares.multinomial(k, generator=g).sort(1).values.to(torch.int32).cuda()
+    x, routing = rows(tokens, width), torch.rand(tokens, k, generator=g).cuda()
+    want = experts_ref.grouped_experts(x, ids, routing, weights, None, 7.3)
+    for _ in range(2):
+        got = experts_triton.grouped_experts(x, ids, routing, weights, 7.3)
+        assert torch.isfinite(got).all()
+        assert (got - want).norm() < 1e-3 * want.norm()
+    assert launches(lambda: experts_triton.grouped_experts(x, ids, routing, weights, 7.3)) <= 6
 
 
 @pytest.mark.parametrize("tokens", [100, 300, 1200])

@@ -24,6 +24,7 @@ from cedar.kernels import (
     experts_hopper,
     experts_one_hopper,
     experts_token_hopper,
+    experts_trades_hopper,
     grouped_bulk_hopper,
     grouped_output_hopper,
     index_score_one_hopper,
@@ -301,28 +302,30 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         4,
     ),
     (
-        experts_hopper.hidden,
-        {"COLUMNS": 5120, "N": 64, "EXTRA": 16, "MT": 2, "STAGES": 3},
-        {
-            "w1_desc": block("i32", 128, 16, swizzle=64),
-            "w3_desc": block("i32", 128, 16, swizzle=64),
-            "x_desc": block("bf16", 64, 128),
-            "e_desc": block("bf16", 16, 128),
-            "weight_ptr": "*fp32",
-            "out_ptr": "*bf16",
-        },
+        experts_hopper.quantise,
+        {"BLOCKS": 5},
+        {"places_ptr": "*i32", "out_ptr": "*bf16"},
         4,
     ),
-    (
-        experts_hopper.output,
-        {"COLUMNS": 2304, "N": 64, "EXTRA": 16, "MT": 4, "STAGES": 3},
-        {
-            "w2_desc": block("i32", 256, 16, swizzle=64),
-            "x_desc": block("bf16", 64, 128),
-            "e_desc": block("bf16", 16, 128),
-            "out_ptr": "*bf16",
-        },
-        4,
+    *(
+        (
+            experts_trades_hopper.products,
+            {
+                "COLUMNS": columns,
+                "GATED": gated,
+                "TRADE_REGISTERS": experts_trades_hopper.TRADE_REGISTERS,
+                "FETCH_REGISTERS": experts_trades_hopper.FETCH_REGISTERS,
+            },
+            {
+                **dict.fromkeys(("first_desc", "second_desc"), block("i32", 128, 16, swizzle=64)),
+                "x_desc": block("bf16", 16, 64),
+                **dict.fromkeys(("scale1_ptr", "scale2_ptr"), "*u8"),
+                "weight_ptr": "*fp32",
+                "out_ptr": "*bf16",
+            },
+            4,
+        )
+        for columns, gated in ((5120, True), (2304, False))
     ),
     (
         experts_one_hopper.one_slot,
@@ -610,6 +613,12 @@ def descriptors_named(ptx: str) -> bool:
     return all(re.search(rf"\.param \.align 64 \.b8 {name}\[128\]", ptx) for name in named)
 
 
+def ring_first(name: str, ptx: str) -> bool:
+    """Whether the ring of `products`, whose barriers it finds by address, begins its shared memory."""
+    found = re.search(r", %r\d+, (\d+);\s*// begin inline asm\s*@%p\d+ mbarrier\.init\S* \[%r\d+\], 16;", ptx)
+    return name != "products" or (found is not None and int(found[1]) == experts_trades_hopper.BARRIERS.value)
+
+
 def main() -> None:
     """Compiles every case, or with two numbers I and N every Nth from the Ith on."""
     first, step = map(int, sys.argv[1:] or ("0", "1"))
@@ -634,6 +643,7 @@ def main() -> None:
             "shared": done.metadata.shared,
             "held_once": held_once(done.asm["ttgir"]),
             "descriptors": descriptors_named(ptx),
+            "ring_first": ring_first(kernel.__name__, ptx),
         }
         print(json.dumps(line), flush=True)
 

@@ -171,7 +171,7 @@ def test_slots_by_expert_in_order(
 
     monkeypatch.setattr(experts_triton, "SORTED_BY_ONE", 0)
     ids = torch.rand(tokens, experts).mul(torch.rand(experts)).topk(k, dim=1).indices.sort(dim=1).values
-    slots, owners, tiles = experts_triton._tiles_of(ids, experts, together)
+    (slots, owners, tiles), place = experts_triton._tiles_of(ids, experts, together)
     places, whose = [], []
     for expert in range(experts):
         mine = (ids.flatten() == expert).nonzero().flatten().tolist()
@@ -181,6 +181,7 @@ def test_slots_by_expert_in_order(
     assert len(whose) <= tiles
     assert owners.tolist() == whose + [-1] * (tiles - len(whose))
     assert slots.tolist() == places + [-1] * (tiles * together - len(places))
+    assert slots[place.long()].tolist() == list(range(tokens * k))
 
 
 def test_mhc() -> None:
