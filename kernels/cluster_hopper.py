@@ -15,10 +15,13 @@ writes to memory, too (a fence of the whole card).
 
 from __future__ import annotations
 
+import ctypes
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 AREA_BYTES = 48 * 1024  # what ptxas allows for a variable
+UNASKED = 48 * 1024  # shared memory that a launch may take without asking
 AREA_ALIGNMENT = 1024  # Gluon's shared memory begins after it, and swizzled tiles must be aligned
 
 
@@ -223,6 +226,18 @@ def pull(address):
     )  # fmt: skip
 
 
+def _ask(compiled, shared: int) -> bool:
+    """Asks CUDA for `shared` bytes beside an area: Triton asks by its own share alone."""
+    compiled._init_handles()
+    dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    failed = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(compiled.function), dynamic, shared
+    )
+    if failed:
+        raise RuntimeError(f"cuFuncSetAttribute: error {failed} for {shared} bytes")
+    return True
+
+
 def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: int, end: int = 0) -> None:
     """Starts `kernel`, compiled for one program, on `grid` with `cluster` programs for each along the first
     axis; 1: without clusters. Programmatic launch either way. `end`: bytes of the area that it has by `end`.
@@ -237,4 +252,6 @@ def launch(kernel, grid: tuple[int, ...], cluster: int, *arguments, num_warps: i
     if end:
         shared = (compiled.metadata.shared + 127) // 128 * 128 + end_bytes(end)
     compiled.packed_metadata = (warps, cluster, shared)
+    if shared <= UNASKED and not hasattr(compiled, "asked"):
+        compiled.asked = _ask(compiled, shared)
     compiled[grid](*arguments)

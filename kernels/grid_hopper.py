@@ -40,6 +40,14 @@ def grid_release():
     )
 
 
+@gluon.jit
+def fence_barriers():
+    """Bulk copies see the barriers that were set up; `fence_async_shared` would wait for loads in flight."""
+    gl.inline_asm_elementwise(
+        "fence.mbarrier_init.release.cluster; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _prefetch(parameter):
     return f"prefetch.param.tensormap [{parameter}]; mov.b32 $0, 0;"

@@ -24,7 +24,7 @@ from cedar.kernels.codes_hopper import (
     power_of_two,
     quantise_into,
 )
-from cedar.kernels.grid_hopper import barrier, fetch_descriptor, grid_release, grid_wait
+from cedar.kernels.grid_hopper import barrier, fence_barriers, fetch_descriptor, grid_release, grid_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -87,14 +87,31 @@ def _scaled(acc, part, sw, sx, k: gl.constexpr, WARPS: gl.constexpr, N: gl.const
 
 
 @gluon.jit
+def _none():
+    """An empty tuple."""
+    return ()
+
+
+@gluon.jit
+def _ask(w_desc, bars, raw, first, row, FROM: gl.constexpr, TO: gl.constexpr):
+    """Asks for blocks FROM to TO of the weights, each to the stage of that number."""
+    for i in gl.static_range(FROM, TO):
+        tma.async_copy_global_to_shared(w_desc, [first + i, 0, row, 0], bars[i], raw[i])
+
+
+@gluon.jit
 def few(
     w_desc, x_desc, x_ptr, word_ptr, scale_ptr, out_ptr, tokens, outputs, x_stride,
     COLUMNS: gl.constexpr, NB: gl.constexpr, SPLITS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, KQ: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr,
+    ASKED: gl.constexpr, WARPS: gl.constexpr, KQ: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     CODES: gl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, outputs / ROWS, ceil(tokens / (N / KQ))): 16 WARPS rows of a tile, NB blocks of 128
     channels a program; those beyond the last are zeros. CODES: activations come quantised.
+
+    Of STAGES blocks of weights ASKED are asked for before `grid_wait`, the others behind activations that
+    come quantised. The next launch is let go before that, too, or (not EARLY) when those are there: else its
+    weights would stand before them in the memory's queues. AHEAD blocks are multiplied while one is scaled.
     """
     BLOCKS: gl.constexpr = COLUMNS // 128
     TALL: gl.constexpr = 16 * WARPS
@@ -116,86 +133,107 @@ def few(
     first = split * NB
     count = gl.minimum(NB, SHARE - first)
     # a word of scales for every 16 rows and block
-    S: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
+    S: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WARPS, WARPS], [WARPS, 1], [1, 0])
     block = gl.minimum(gl.arange(0, power_of_two(NB), layout=gl.SliceLayout(1, S)), count - 1)
     r = gl.arange(0, WARPS, layout=gl.SliceLayout(0, S)) * 16
     share = gl.minimum(r // ROWS, SHARES - 1)
     line = (row + r % ROWS) // 32 * BLOCKS + share * SHARE + first
     words = gl.load(scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + line[None, :] + block[:, None])
-    raw = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, KQ, ROWS, 128], TILE84)
-    w_s = raw._reinterpret(gl.float8e4nv, [STAGES, TALL, 128], TILE8)
+    raw = _none()  # each an allocation of its own, or a barrier of the program would stand between two copies
+    bars = _none()
+    for _ in gl.static_range(STAGES):
+        raw += (gl.allocate_shared_memory(gl.float8e4nv, [1, KQ, ROWS, 128], TILE84),)
+        bars += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     XB: gl.constexpr = together(NB)
     COPIES: gl.constexpr = brought(NB) // XB
-    x_raw = gl.allocate_shared_memory(gl.float8e4nv, [COPIES, XB, N, 128], TILE83)
-    x_s = x_raw._reinterpret(gl.float8e4nv, [NB, N, 128], TILE8)
+    x_s = _none()
+    if CODES:
+        for _ in gl.static_range(COPIES):
+            x_s += (gl.allocate_shared_memory(gl.float8e4nv, [XB, N, 128], TILE83),)
+    else:
+        x_s = (gl.allocate_shared_memory(gl.float8e4nv, [NB, N, 128], TILE8),)
     sw_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), WARPS], FLAT)
     sx_s = gl.allocate_shared_memory(gl.int32, [power_of_two(NB), N], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars[i], count=1)
     if CODES:
-        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready, count=1)
-    fence_async_shared()
+        ready = _none()
+        for i in gl.static_range(COPIES):
+            ready += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+            mbarrier.init(ready[i], count=1)
+    fence_barriers()
     barrier()
     for i in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(i), TALL * 128)
-        tma.async_copy_global_to_shared(w_desc, [first + i, 0, row, 0], bars.index(i), raw.index(i))
+        mbarrier.expect(bars[i], TALL * 128)
     if CODES:
-        mbarrier.expect(ready, COPIES * XB * N * 128)
+        for i in gl.static_range(COPIES):
+            mbarrier.expect(ready[i], XB * N * 128)
+    _ask(w_desc, bars, raw, first, row, 0, ASKED if CODES else STAGES)
+    if CODES:
         fetch_descriptor("few_param_9")
     if EARLY:
         grid_release()
     grid_wait()
-    if not EARLY:
-        grid_release()
     if CODES:
         for i in gl.static_range(COPIES):
-            tma.async_copy_global_to_shared(x_desc, [first + i * XB, token, 0], ready, x_raw.index(i))
+            tma.async_copy_global_to_shared(x_desc, [first + i * XB, token, 0], ready[i], x_s[i])
+        _ask(w_desc, bars, raw, first, row, ASKED, STAGES)
         sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         fetch_words(sx_s, word_ptr, first, count, token, tokens, NB, N, TT, SHARE, SHARES, BLOCKS, WARPS)
         barrier()
-        mbarrier.wait(ready, 0)
+        for i in gl.static_range(COPIES):
+            mbarrier.wait(ready[i], 0)
+        if not EARLY:
+            grid_release()
     else:
+        if not EARLY:
+            grid_release()
         sw_s._reinterpret(gl.int32, [power_of_two(NB), WARPS], FLAT2).store(words)
         quantise_into(
-            x_s, sx_s, x_ptr, first, count, token, tokens, x_stride, NB, N, TT, SHARE, SHARES, WARPS
+            x_s[0], sx_s, x_ptr, first, count, token, tokens, x_stride, NB, N, TT, SHARE, SHARES, WARPS
         )
         fence_async_shared()
         barrier()
     zero = gl.full([TALL, N], 0.0, gl.float32, W)
     acc = gl.reshape(zero, [WARPS, 16, N])
     C: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    LAG: gl.constexpr = 1 if OVERLAP else 0
-    for i in gl.static_range(NB + LAG):
+    parts = _none()
+    scales = _none()
+    if KQ > 1:  # they fit beside few sums
+        for i in gl.static_range(NB):
+            scales += (
+                sx_s.index(i).load(gl.SliceLayout(0, C)),
+                sw_s.index(i).load(gl.SliceLayout(1, C)),
+            )
+    for i in gl.static_range(NB + AHEAD):
         if i < NB:
-            mbarrier.wait(bars.index(i % STAGES), i // STAGES & 1)
-            w = w_s.index(i % STAGES)
-            x = x_s.index(i)
-            next = (_part(w, x, 0, zero), _part(w, x, 1, zero), _part(w, x, 2, zero), _part(w, x, 3, zero))
-        if OVERLAP:  # a block is multiplied while the one before is scaled
-            if i == 0:
-                parts = next
-            elif i < NB:
-                parts = warpgroup_mma_wait(4, deps=parts + next)
+            mbarrier.wait(bars[i % STAGES], i // STAGES & 1)
+            w = raw[i % STAGES]._reinterpret(gl.float8e4nv, [TALL, 128], TILE8)
+            if CODES:
+                x = x_s[i // XB]._reinterpret(gl.float8e4nv, [XB, N, 128], TILE8).index(i % XB)
             else:
-                parts = warpgroup_mma_wait(0, deps=parts)
-        else:
-            parts = warpgroup_mma_wait(0, deps=next)
-        if i >= LAG:
-            if i - LAG + STAGES < NB:
+                x = x_s[0].index(i)
+            parts += (
+                _part(w, x, 0, zero), _part(w, x, 1, zero), _part(w, x, 2, zero), _part(w, x, 3, zero)
+            )  # fmt: skip
+        if i >= AHEAD:
+            parts = warpgroup_mma_wait(len(parts) - 4, deps=parts)
+            if i - AHEAD + STAGES < NB:
                 barrier()
-                mbarrier.expect(bars.index((i - LAG) % STAGES), TALL * 128)
+                mbarrier.expect(bars[(i - AHEAD) % STAGES], TALL * 128)
                 tma.async_copy_global_to_shared(
-                    w_desc, [first + i - LAG + STAGES, 0, row, 0], bars.index((i - LAG) % STAGES),
-                    raw.index((i - LAG) % STAGES),
+                    w_desc, [first + i - AHEAD + STAGES, 0, row, 0], bars[(i - AHEAD) % STAGES],
+                    raw[(i - AHEAD) % STAGES],
                 )  # fmt: skip
-            sx = sx_s.index(i - LAG).load(gl.SliceLayout(0, C))
-            sw = sw_s.index(i - LAG).load(gl.SliceLayout(1, C))
+            if KQ > 1:
+                sx = scales[2 * (i - AHEAD)]
+                sw = scales[2 * (i - AHEAD) + 1]
+            else:
+                sx = sx_s.index(i - AHEAD).load(gl.SliceLayout(0, C))
+                sw = sw_s.index(i - AHEAD).load(gl.SliceLayout(1, C))
             for k in gl.static_range(4):
                 acc = _scaled(acc, parts[k], sw, sx, k, WARPS, N)
-            if OVERLAP and i < NB:
-                parts = (parts[4], parts[5], parts[6], parts[7])  # type: ignore[misc]
+            parts = parts[4:]
     total = gl.convert_layout(gl.reshape(acc, [TALL, N]), W)
     r2 = gl.arange(0, TALL, layout=gl.SliceLayout(1, W))
     t2 = gl.arange(0, N, layout=gl.SliceLayout(0, W))

@@ -32,18 +32,20 @@ MOST = 1024
 
 
 class Few(NamedTuple):
-    """How up to 16 tokens are cut: wgmma's columns, blocks of 128 channels a program, stages, warps, shares
-    of the channels in one tile and over a cluster's programs, whether a block is multiplied while the one
-    before is scaled, and whether the next launch may start before this one's activations are there.
+    """How up to 16 tokens are cut: wgmma's columns, blocks of 128 channels a program, stages and how many of
+    them are asked for before the launch before this one has ended, warps, shares of the channels in one tile
+    and over a cluster's programs, blocks multiplied while one is scaled, and whether the next launch may
+    start before this one's activations are there.
     """
 
     columns: int
     blocks: int
     stages: int
+    asked: int
     warps: int
     shares: int
     splits: int
-    overlap: bool
+    ahead: int
     early: bool
 
 
@@ -109,9 +111,10 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     share = triton.cdiv(blocks, 8)
     if tokens == 1 and blocks % share == 0 and 100 <= outputs // 16 <= 3 * MULTIPROCESSORS:
         stages = _stages(_room(outputs // 16), 16 * 1024, 1024 * (brought(share) + 2), 0, share)
-        # with few stages, the block that is multiplied would keep one of them from being filled again
         early = outputs // 16 > MULTIPROCESSORS
-        return Few(8, share, stages, 8, 8, 1, stages > 4 or stages == share, early)
+        # with few stages, the block that is multiplied would keep one of them from being filled again
+        ahead = int(stages > 4 or stages == share)
+        return Few(8, share, stages, _asked(stages, early), 8, 8, 1, ahead, early)
     n = 8 if tokens <= 8 else 16
     warps = 8 if outputs % 128 == 0 and outputs // 128 >= MULTIPROCESSORS else 4
     tiles = outputs // (16 * warps)
@@ -129,11 +132,18 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     if splits > 1:
         # with more, the last programs of a cluster or the next launch's find no room
         stages = min(stages, max(4, each // 2 if stages < each else (2 * each + 1) // 3))
-        while stages < each and not granted(area, fixed + 2048 * warps * stages):
-            stages += 1
-    overlap = stages > 1 or each == 1  # else a block would be waited for before it is asked for
-    early = splits == 1 or tiles * splits > MULTIPROCESSORS or tiles * splits <= SMALL
-    return Few(n, each, stages, warps, 1, splits, overlap, early)
+    ahead = int(stages > 1 or each == 1)  # else a block would be waited for before it is asked for
+    # late where the next launch's programs find room beside all of this one's
+    early = splits == 1 or not SMALL < tiles * splits <= 2 * MULTIPROCESSORS
+    return Few(n, each, stages, _asked(stages, early), warps, 1, splits, ahead, early)
+
+
+def _asked(stages: int, early: bool) -> int:
+    """Stages asked for before the launch before has ended: three fifths. With all of them, its own weights
+    and the next launch's would keep a launch's activations waiting. More than five that come early: all, as
+    measured before; fewer were not tried.
+    """
+    return stages if early and stages > 5 else (3 * stages + 4) // 5
 
 
 def _many(tokens: int, outputs: int, columns: int, m: int = 128) -> Many | Trades:
@@ -303,6 +313,9 @@ def _launch_few(
     )
     tiles = triton.cdiv(x.shape[0], cut.columns // cut.shares)
     x_desc, words = w_desc, scale
+    if codes is None and not cut.early and outputs // rows * cut.splits > MULTIPROCESSORS:
+        # quantising takes longer than the next launch should wait; one that comes early wants more on its way
+        cut = cut._replace(stages=min(cut.blocks, cut.stages + 1), early=True)
     if codes is not None:  # one token's shares are rows
         assert codes.scale is not None
         width = 128 * blocks if cut.shares > 1 else columns
@@ -313,8 +326,8 @@ def _launch_few(
         words = codes.scale
     cluster_hopper.launch(
         few, (1, outputs // rows, tiles), cut.splits, w_desc, x_desc, x, words, scale, out, x.shape[0],
-        outputs, x.stride(0), columns, cut.blocks, cut.splits, cut.columns, cut.stages, cut.warps, cut.shares,
-        cut.overlap, cut.early, codes is not None, num_warps=cut.warps,
+        outputs, x.stride(0), columns, cut.blocks, cut.splits, cut.columns, cut.stages, cut.asked, cut.warps,
+        cut.shares, cut.ahead, cut.early, codes is not None, num_warps=cut.warps,
     )  # fmt: skip
 
 

@@ -217,10 +217,11 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "SPLITS": 4,
             "N": 16,
             "STAGES": 5,
+            "ASKED": 3,
             "WARPS": 4,
             "KQ": 1,
-            "OVERLAP": True,
-            "EARLY": True,
+            "AHEAD": 1,
+            "EARLY": False,
             "CODES": True,
         },
         {
