@@ -300,14 +300,14 @@ def score_one(
     first = 0 if ROWS % KEYS == 0 else thread // 32 * 32  # of a warp's keys
     named = ()
     for i in gl.static_range(STAGES + 1):
-        named += (_named(table, (me + i * programs) * KEYS + first, table_width, ROWS),)
+        named += (_named(table, (me + i * programs) * KEYS + first, table_width, ROWS),)  # type: ignore[assignment]
     for i in gl.static_range(STAGES):
         early = me + i * programs
         _copy(
             to + i * 8192, word_to + i * 512, pages, named[i], page_count, early, early < tiles,
             ROWS, PAGE, PAYLOAD, SCALES,
         )  # fmt: skip
-    page = named[STAGES]
+    page = named[STAGES]  # type: ignore[var-annotated]
     grid_wait()
     grid_release()
     reach = gl.load(visible_ptr + token).to(gl.int32)
