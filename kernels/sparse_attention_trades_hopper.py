@@ -36,6 +36,7 @@ from cedar.kernels.sparse_attention_keys_hopper import (
     expand_entries,
     expand_window,
 )
+from cedar.kernels.sparse_attention_softmax_hopper import any_above, barriers, own_sum, set_flag, softmax_step
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -54,18 +55,15 @@ SLACK = gl.constexpr(8.0)  # powers of two by which a probability may exceed one
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-_FOUR = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
 _EACH = gl.constexpr(
     gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [64])
 )  # all 64 in every warp
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-# Barriers: how many tiles are used is known; a tile is ready, two of them; half a tile's keys are free again,
-# two of each; p and its shrinking factors are ready, and free again; the second half of q is ready; the first
-# is out of the ring; the first rows of entries are there.
-_NAMED, _READY, _FREE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(3)
-_P_READY, _P_FREE = gl.constexpr(7), gl.constexpr(8)
-_Q_READY, _RING_FREE, _RAW_READY = gl.constexpr(9), gl.constexpr(10), gl.constexpr(11)
-_BARRIERS = gl.constexpr(12)
+# Kinds of barriers: how many tiles are used is known; a tile is ready, two of them; half a tile's keys are
+# free again, two of each; p and its shrinking factors are ready, and free again; the second half of q is
+# ready; the first is out of the ring; the first rows of entries are there.
+_NAMED, _READY, _FREE, _P_READY = (gl.constexpr(i) for i in range(4))
+_P_FREE, _Q_READY, _RING_FREE, _RAW_READY = (gl.constexpr(i) for i in range(4, 8))
 
 
 @gluon.jit
@@ -110,7 +108,7 @@ def _window(
             async_copy.wait_group(0)
         barrier()
         expand_window(tiles.index(i), h)
-        mbarrier.arrive(bars.index(_READY + i), count=1)
+        mbarrier.arrive(bars[_READY].index(i), count=1)
         if i == 0:
             ask_window(window_ptr, near_space.index(1), tiles.index(1), h)
             async_copy.commit_group()
@@ -119,7 +117,7 @@ def _window(
                 barrier()
                 turn_query(q_place, angles, cos_ptr, sin_ptr, token, 2 + h, HALF_ROPE)
                 fence_async_shared()
-                mbarrier.arrive(bars.index(_Q_READY), count=1)
+                mbarrier.arrive(bars[_Q_READY].index(0), count=1)
 
 
 @gluon.jit
@@ -139,13 +137,13 @@ def _first_entries(
     barrier()
     turn_query(q_place, angles, cos_ptr, sin_ptr, token, 2 + h, HALF_ROPE)
     fence_async_shared()
-    mbarrier.arrive(bars.index(_Q_READY), count=1)
-    mbarrier.wait(bars.index(_NAMED), 0)
+    mbarrier.arrive(bars[_Q_READY].index(0), count=1)
+    mbarrier.wait(bars[_NAMED].index(0), 0)
     _, count = span_of(split, most_used(used_space), TILES, SPLITS)
     if count > 0:
-        mbarrier.wait(bars.index(_RAW_READY), 0)
+        mbarrier.wait(bars[_RAW_READY].index(0), 0)
         expand_entries(ring.index(0), ring_s.index(0), tiles.index(0), h)
-        mbarrier.arrive(bars.index(_READY), count=1)
+        mbarrier.arrive(bars[_READY].index(0), count=1)
 
 
 @gluon.jit
@@ -181,7 +179,7 @@ def _query(
     barrier()
     q0 = ring.index(1)._reinterpret(gl.float16, [64, 128], _SHARED).load(LEFT)
     q1 = ring.index(2)._reinterpret(gl.float16, [64, 128], _SHARED).load(LEFT)
-    mbarrier.arrive(bars.index(_RING_FREE), count=1)
+    mbarrier.arrive(bars[_RING_FREE].index(0), count=1)
     return q0, q1
 
 
@@ -204,7 +202,7 @@ def _produce(
         sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
         used = (gl.max(gl.where(entry >= 0, lane + 1, 0), axis=0) + 63) // 64
     used_space.store(gl.full([32], 0, gl.int32, line) + used)
-    mbarrier.arrive(bars.index(_NAMED), count=1)
+    mbarrier.arrive(bars[_NAMED].index(0), count=1)
     base, count = span_of(split, used, TILES, SPLITS)
     if TILES > 0:
         column = gl.minimum(gl.maximum(entry, 0) // ROWS, table_width - 1)
@@ -215,7 +213,7 @@ def _produce(
         barrier()
         first = gl.where(split == 0, 2, 0)
         if split == 0:  # q and the window's first tile are wanted before
-            mbarrier.wait(bars.index(_READY), 0)
+            mbarrier.wait(bars[_READY].index(0), 0)
         at = 0
         after = 0
         for t in range(first - 2, count):
@@ -223,11 +221,11 @@ def _produce(
                 async_copy.wait_group(1)
                 barrier()
                 if t == 0:
-                    mbarrier.arrive(bars.index(_RAW_READY), count=1)
+                    mbarrier.arrive(bars[_RAW_READY].index(0), count=1)
             if t == first - 1:
-                mbarrier.wait(bars.index(_RING_FREE), 0)
+                mbarrier.wait(bars[_RING_FREE].index(0), 0)
             if t == 1:
-                mbarrier.wait(bars.index(_READY), 0)
+                mbarrier.wait(bars[_READY].index(0), 0)
             if t + 2 < count:
                 ask_entries(
                     pages_ptr, keys_space.index(base + t), ring.index(after), ring_s.index(after),
@@ -239,9 +237,9 @@ def _produce(
                 if t > 0:  # those who weigh expand the first
                     slot = t & 1
                     for part in gl.static_range(2):
-                        mbarrier.wait(bars.index(_FREE + 2 * slot + part), ((t >> 1) & 1) ^ 1)
+                        mbarrier.wait(bars[_FREE].index(2 * slot + part), ((t >> 1) & 1) ^ 1)
                         expand_entries(ring.index(at), ring_s.index(at), tiles.index(slot), part)
-                    mbarrier.arrive(bars.index(_READY + slot), count=2)
+                    mbarrier.arrive(bars[_READY].index(slot), count=2)
                 at = gl.where(at == 2, 0, at + 1)
     async_copy.wait_group(0)
 
@@ -264,7 +262,7 @@ def _present(near_space, keys_space, tile, TILES: gl.constexpr, layout: gl.const
 @gluon.jit
 def _score(
     q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
-    near_space, keys_space, used_space, ring, q_tile, tiles, p_shared, shrink_shared, raised_shared,
+    near_space, keys_space, used_space, ring, q_tile, tiles, p_shared, shrink_shared,
     lse_shared, angles, bars, area, TILES: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
     SETTLED: gl.constexpr,
 ):  # fmt: skip
@@ -282,19 +280,20 @@ def _score(
     q0, q1 = _query(
         q_ptr, cos_ptr, sin_ptr, ring, q_places, angles, bars, token, split, HALF_ROPE, SPLITS
     )  # fmt: skip
-    mbarrier.wait(bars.index(_NAMED), 0)
+    mbarrier.wait(bars[_NAMED].index(0), 0)
     base, count = span_of(split, most_used(used_space), TILES, SPLITS)
     if SPLITS == 1:
-        mbarrier.wait(bars.index(_Q_READY), 0)
+        mbarrier.wait(bars[_Q_READY].index(0), 0)
     else:
         if split == 1:
-            mbarrier.wait(bars.index(_Q_READY), 0)
+            mbarrier.wait(bars[_Q_READY].index(0), 0)
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
-    total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
+    total = own_sum(gl.full([64, 64], 0.0, gl.float32, _SCORE))
+    set_flag(2)
     right = q_tile._reinterpret(gl.float16, [64, 256], _SHARED)
     for t in range(count):
         slot = t & 1
-        mbarrier.wait(bars.index(_READY + slot), (t >> 1) & 1)
+        mbarrier.wait(bars[_READY].index(slot), (t >> 1) & 1)
         fence_async_shared()
         tile = _half_tile(tiles.index(slot))
         s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
@@ -306,23 +305,16 @@ def _score(
         if least < 0:
             present = _present(near_space, keys_space, base + t, TILES, gl.SliceLayout(0, _SCORE)) >= 0
             s = gl.where(present[None, :], s, float("-inf"))
-        new_top = gl.maximum(top, gl.max(s, axis=1) * scale)
-        raised = new_top > top + SLACK
-        new_top = gl.where(raised, new_top, top)
-        raised = gl.max(gl.reshape(raised.to(gl.int32), [4, 16]), axis=1)
-        p = gl.exp2(s * scale - new_top[:, None])
-        shrink = gl.exp2(top - new_top)
-        top = new_top
-        total = total * shrink + gl.sum(p, axis=1)
+        p, shrink, top, total = softmax_step(s, scale, top, total, SLACK, 2)
         half = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=False, pack=2
         )
-        mbarrier.wait(bars.index(_P_FREE), (t & 1) ^ 1)
+        mbarrier.wait(bars[_P_FREE].index(0), (t & 1) ^ 1)
         p_shared.store(half)
         shrink_shared.store(shrink)
-        raised_shared.store(raised)
         fence_async_shared()
-        mbarrier.arrive(bars.index(_P_READY), count=1)
+        mbarrier.arrive(bars[_P_READY].index(0), count=1)
+    total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
     if SPLITS > 1:
         cluster.wait()
         swap.let_go(area, 1 - split)
@@ -334,16 +326,16 @@ def _score(
         peak = gl.maximum(top, sink)
         factor = gl.exp2(top - peak) * 128.0 / (total * gl.exp2(top - peak) + gl.exp2(sink - peak))
         lse = top
-    mbarrier.wait(bars.index(_P_FREE), (count & 1) ^ 1)
+    mbarrier.wait(bars[_P_FREE].index(0), (count & 1) ^ 1)
     shrink_shared.store(factor)
     lse_shared.store(lse)
-    mbarrier.arrive(bars.index(_P_READY), count=1)
+    mbarrier.arrive(bars[_P_READY].index(0), count=1)
 
 
 @gluon.jit
 def _weigh(
     q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, window_count, row_count,
-    near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared, raised_shared, lse_shared,
+    near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared, lse_shared,
     angles, bars, area, PART: gl.constexpr, TILES: gl.constexpr, HALF_ROPE: gl.constexpr,
     SPLITS: gl.constexpr, SETTLED: gl.constexpr,
 ):  # fmt: skip
@@ -366,24 +358,26 @@ def _weigh(
             q_ptr, cos_ptr, sin_ptr, used_space, ring, ring_s, q_place, tiles, angles, cos, sin, bars, PART,
             token, split, TILES, HALF_ROPE, SPLITS, SETTLED,
         )  # fmt: skip
-    mbarrier.wait(bars.index(_NAMED), 0)
+    mbarrier.wait(bars[_NAMED].index(0), 0)
     _, count = span_of(split, most_used(used_space), TILES, SPLITS)
+    set_flag(PART)
     o = gl.full([64, 256], 0.0, gl.float32, _ACC)
     for t in range(count):
         slot = t & 1
-        mbarrier.wait(bars.index(_P_READY), t & 1)
+        mbarrier.wait(bars[_P_READY].index(0), t & 1)
         fence_async_shared()
-        if gl.max(raised_shared.load(_FOUR), axis=0) > 0:
-            o = o * shrink_shared.load(gl.SliceLayout(1, _ACC))[:, None]
+        shrink = shrink_shared.load(gl.SliceLayout(1, _ACC))
+        if any_above(1.0 - shrink, 0.0, PART):
+            o = o * shrink[:, None]
         tile = _half_tile(tiles.index(slot)).slice(256 * PART, 256, dim=1)
         o = warpgroup_mma(p_shared.slice(0, 32, dim=1), tile.slice(0, 32, dim=0), o, is_async=True)
         o = warpgroup_mma(p_shared.slice(32, 32, dim=1), tile.slice(32, 32, dim=0), o, is_async=True)
         o = warpgroup_mma_wait(1, deps=[o])
-        mbarrier.arrive(bars.index(_FREE + 2 * slot), count=1)
+        mbarrier.arrive(bars[_FREE].index(2 * slot), count=1)
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars.index(_P_FREE), count=1)
-        mbarrier.arrive(bars.index(_FREE + 2 * slot + 1), count=1)
-    mbarrier.wait(bars.index(_P_READY), count & 1)
+        mbarrier.arrive(bars[_P_FREE].index(0), count=1)
+        mbarrier.arrive(bars[_FREE].index(2 * slot + 1), count=1)
+    mbarrier.wait(bars[_P_READY].index(0), count & 1)
     factor = shrink_shared.load(gl.SliceLayout(1, _ACC))
     if SPLITS == 2:
         cluster.wait()
@@ -425,14 +419,11 @@ def attend_trades(
     p_shared = gl.allocate_shared_memory(gl.float16, [64, 64], _SHARED)
     shrink_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
     lse_shared = gl.allocate_shared_memory(gl.float32, [64], _FLAT)
-    raised_shared = gl.allocate_shared_memory(gl.int32, [4], _FLAT)
     angles = gl.allocate_shared_memory(gl.float32, [2, 64], _FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(_BARRIERS):
-        mbarrier.init(
-            bars.index(b),
-            count=1 if b == _NAMED or b == _P_READY or b >= _RING_FREE else 2,  # noqa: SIM109
-        )
+    bars = (
+        barriers(1, 1), barriers(2, 2), barriers(4, 2), barriers(1, 1), barriers(1, 2), barriers(1, 2),
+        barriers(1, 1), barriers(1, 1),
+    )  # fmt: skip
     area = 0
     if SPLITS > 1:
         area = cluster.end(swap.AREA)
@@ -443,16 +434,16 @@ def attend_trades(
             (_score, (
                 q_ptr, cos_ptr, sin_ptr, sink_ptr, scale,
                 near_space, keys_space, used_space, ring, q_tile, tiles, p_shared, shrink_shared,
-                raised_shared, lse_shared, angles, bars, area, TILES, HALF_ROPE, SPLITS, SETTLED,
+                lse_shared, angles, bars, area, TILES, HALF_ROPE, SPLITS, SETTLED,
             )),
             (_weigh, (
                 q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, window_count, row_count,
-                near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared, raised_shared,
+                near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared,
                 lse_shared, angles, bars, area, 0, TILES, HALF_ROPE, SPLITS, SETTLED,
             )),
             (_weigh, (
                 q_ptr, cos_ptr, sin_ptr, window_ptr, rows_ptr, sink_ptr, out_ptr, window_count, row_count,
-                near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared, raised_shared,
+                near_space, used_space, ring, ring_s, q_tile, tiles, p_shared, shrink_shared,
                 lse_shared, angles, bars, area, 1, TILES, HALF_ROPE, SPLITS, SETTLED,
             )),
             (_produce, (

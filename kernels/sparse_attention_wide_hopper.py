@@ -14,6 +14,14 @@ from __future__ import annotations
 import torch
 from cedar.kernels.sparse_attention_join_hopper import bf16_words, channels_of, half_words
 from cedar.kernels.sparse_attention_operands_hopper import PLAIN_WORDS
+from cedar.kernels.sparse_attention_softmax_hopper import (
+    any_above,
+    barriers,
+    halves_of,
+    own_sum,
+    set_flag,
+    softmax_step,
+)
 from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,10 +67,9 @@ _OUT = gl.constexpr(
     )
 )
 
-# Barriers: a place of the ring is ready, and free again.
-_READY, _FREE = gl.constexpr(0), gl.constexpr(3)
-# Of p and its shrinking factors, two places: ready, free again, and to be used (the next scores are done).
-_P_READY, _P_FREE, _GO = gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
+# Kinds of barriers: a place of the ring is ready, and free again; of p and its shrinking factors, two places:
+# ready, free again, and to be used (the next scores are done).
+_READY, _FREE, _P_READY, _P_FREE, _GO = (gl.constexpr(i) for i in range(5))
 # The maximum that p refers to is raised only when a p would come to more than 2^8, which fp16 holds.
 RAISE = gl.constexpr(8.0)
 
@@ -137,13 +144,13 @@ def _fetch(
             sin = gl.load(sin_ptr + token * HALF_ROPE + pair, mask=pair >= 0, other=0.0)
             angle = gl.where(word < 32, cos, sin)
         slot = begin % SLOTS
-        mbarrier.wait(bars.index(_FREE + slot), ((begin // SLOTS) & 1) ^ 1)
+        mbarrier.wait(bars[_FREE].index(slot), ((begin // SLOTS) & 1) ^ 1)
         if HALF_ROPE > 0:
             turns.index(((n - first) // step) & 3).store(angle)
         notes.index(slot).store((gl.full([64], 0, gl.int32, line) + count).to(gl.float32, bitcast=True))
-        mbarrier.arrive(bars.index(_READY + slot), count=1)
+        mbarrier.arrive(bars[_READY].index(slot), count=1)
         _fetch_rows(q_ptr.to(gl.pointer_type(gl.float16)) + token * 32768, row, row >= 0, tiles.index(slot))
-        async_copy.mbarrier_arrive(bars.index(_READY + slot), increment_count=False)
+        async_copy.mbarrier_arrive(bars[_READY].index(slot), increment_count=False)
         for t in range(count):
             item = begin + 1 + t
             place = item % SLOTS
@@ -159,11 +166,11 @@ def _fetch(
                 base, number = _far(
                     wide_ptr, entries_ptr, token, (t - NEAR) * 64 + row, sequence, entry_rows, entry_count
                 )
-            mbarrier.wait(bars.index(_FREE + place), ((item // SLOTS) & 1) ^ 1)
+            mbarrier.wait(bars[_FREE].index(place), ((item // SLOTS) & 1) ^ 1)
             notes.index(place).store(gl.where(number >= 0, 0.0, float("-inf")))
-            mbarrier.arrive(bars.index(_READY + place), count=1)
+            mbarrier.arrive(bars[_READY].index(place), count=1)
             _fetch_rows(base, number, number >= 0, tiles.index(place))
-            async_copy.mbarrier_arrive(bars.index(_READY + place), increment_count=False)
+            async_copy.mbarrier_arrive(bars[_READY].index(place), increment_count=False)
         begin = begin + 1 + count
 
 
@@ -205,10 +212,11 @@ def _score(
     begin = 0
     first = gl.program_id(0)
     step = gl.num_programs(0)
+    set_flag(2)
     for n in range(first, tokens, step):
         slot = begin % SLOTS
         turn = (n - first) // step
-        mbarrier.wait(bars.index(_READY + slot), (begin // SLOTS) & 1)
+        mbarrier.wait(bars[_READY].index(slot), (begin // SLOTS) & 1)
         tile = tiles.index(slot)
         count = gl.max(notes.index(slot).slice(0, 32).load(line).to(gl.int32, bitcast=True), axis=0)
         _hold(tile, held, turns.index(turn & 3), 0, HALF_ROPE)
@@ -217,14 +225,14 @@ def _score(
         fence_async_shared()
         q = _registers(tile, 0, 256)
         r = _registers(tile, 256, 128)
-        mbarrier.arrive(bars.index(_FREE + slot), count=2)
+        mbarrier.arrive(bars[_FREE].index(slot), count=2)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, _SCORE))
-        total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, _SCORE))
+        total = own_sum(gl.full([64, 64], 0.0, gl.float32, _SCORE))
         for t in range(count):
             item = begin + 1 + t
             place = item % SLOTS
             m = begin + t
-            mbarrier.wait(bars.index(_READY + place), (item // SLOTS) & 1)
+            mbarrier.wait(bars[_READY].index(place), (item // SLOTS) & 1)
             fence_async_shared()
             keys = tiles.index(place)
             s = gl.full([64, 64], 0.0, gl.float32, _SCORE)
@@ -234,68 +242,28 @@ def _score(
             s = warpgroup_mma(held.index(1), keys.slice(448, 64, dim=1).permute((1, 0)), s, is_async=True)
             note = notes.index(place).load(gl.SliceLayout(0, _SCORE))
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(bars.index(_GO + ((m + 1) & 1)), count=1, pred=t > 0)  # the message before
+            mbarrier.arrive(bars[_GO].index((m + 1) & 1), count=1, pred=t > 0)  # the message before
             s = s + note[None, :]
-            most = gl.max(s, axis=1) * SCALE
-            higher = gl.where(most > top + RAISE, most, top)
-            p = gl.exp2(s * SCALE - higher[:, None])
-            shrink = gl.exp2(top - higher)
-            top = higher
-            total = total * shrink + gl.sum(p, axis=1)
-            mbarrier.wait(bars.index(_P_FREE + (m & 1)), ((m >> 1) & 1) ^ 1)
-            shares.index(m & 1).store(p.to(gl.float16))
+            p, shrink, top, total = softmax_step(s, SCALE, top, total, RAISE, 2)
+            p = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
+            )
+            mbarrier.wait(bars[_P_FREE].index(m & 1), ((m >> 1) & 1) ^ 1)
+            shares.index(m & 1).store(p)
             shrinks.index(m & 1).store(shrink)
             fence_async_shared()
-            mbarrier.arrive(bars.index(_P_READY + (m & 1)), count=1)
+            mbarrier.arrive(bars[_P_READY].index(m & 1), count=1)
+        total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
         last = begin + count
-        mbarrier.arrive(bars.index(_GO + ((last + 1) & 1)), count=1)
+        mbarrier.arrive(bars[_GO].index((last + 1) & 1), count=1)
         sink = gl.load(sink_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, _SCORE))) * 1.4426950408889634
         peak = gl.maximum(top, sink)
         factor = gl.exp2(top - peak) * 128.0 / (total * gl.exp2(top - peak) + gl.exp2(sink - peak))
-        mbarrier.wait(bars.index(_P_FREE + (last & 1)), ((last >> 1) & 1) ^ 1)
+        mbarrier.wait(bars[_P_FREE].index(last & 1), ((last >> 1) & 1) ^ 1)
         shrinks.index(last & 1).store(factor)
-        mbarrier.arrive(bars.index(_P_READY + (last & 1)), count=1)
-        mbarrier.arrive(bars.index(_GO + (last & 1)), count=1)
+        mbarrier.arrive(bars[_P_READY].index(last & 1), count=1)
+        mbarrier.arrive(bars[_GO].index(last & 1), count=1)
         begin = begin + 1 + count
-
-
-@gluon.jit
-def _do(CODE: gl.constexpr):
-    return gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-# Whether a warp's rows must be rescaled is a branch of that warp alone; Gluon reduces over a whole trade, at
-# the price of two barriers. So a flag in a register of PTX, one of each trade, takes it along.
-@gluon.constexpr_function
-def _flag(trade):
-    return f".reg .b32 raise_{trade}; mov.b32 raise_{trade}, 0; mov.u32 $0, 0;"
-
-
-@gluon.constexpr_function
-def _mark(trade):
-    return f"{{.reg .pred p; setp.gt.f32 p, $1, $2; @p mov.b32 raise_{trade}, 1; mov.b32 $0, 0;}}"
-
-
-@gluon.constexpr_function
-def _vote(trade):
-    return (
-        f"{{.reg .pred p; setp.ne.u32 p, raise_{trade}, 0; vote.sync.any.pred p, p, -1; "
-        f"selp.b32 $0, 1, 0, p; mov.b32 raise_{trade}, 0;}}"
-    )
-
-
-@gluon.jit
-def _any_above(x, limit, HALF: gl.constexpr):
-    """Whether a thread of this warp has an x above the limit."""
-    gl.inline_asm_elementwise(_mark(HALF), "=r,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=1)
-    return _do(_vote(HALF)) != 0
-
-
-@gluon.jit
-def _in_two(x):
-    """The left and right halves of a trade's columns."""
-    WIDTH: gl.constexpr = x.shape[1] // 2
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, WIDTH]), (0, 2, 1)))
 
 
 @gluon.jit
@@ -323,38 +291,38 @@ def _weigh(
     begin = 0
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    _do(_flag(HALF))
+    set_flag(HALF)
     for n in range(first, tokens, step):
         turn = (n - first) // step
-        mbarrier.wait(bars.index(_P_READY + (begin & 1)), (begin >> 1) & 1)
+        mbarrier.wait(bars[_P_READY].index(begin & 1), (begin >> 1) & 1)
         count = gl.max(counts.index(turn & 1).load(line), axis=0)
         o = gl.full([64, 256], 0.0, gl.float32, _ACC)
         for t in range(count):
             place = (begin + 1 + t) % SLOTS
             m = begin + t
-            mbarrier.wait(bars.index(_P_READY + (m & 1)), (m >> 1) & 1)
+            mbarrier.wait(bars[_P_READY].index(m & 1), (m >> 1) & 1)
             shrink = shrinks.index(m & 1).load(gl.SliceLayout(1, _ACC))
-            if _any_above(1.0 - shrink, 0.0, HALF):
+            if any_above(1.0 - shrink, 0.0, HALF):
                 o = o * shrink[:, None]
-            mbarrier.wait(bars.index(_GO + (m & 1)), (m >> 1) & 1)
+            mbarrier.wait(bars[_GO].index(m & 1), (m >> 1) & 1)
             values = tiles.index(place).slice(256 * HALF, 256, dim=1)
             o = warpgroup_mma(shares.index(m & 1), values, o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(bars.index(_FREE + place), count=1)
-            mbarrier.arrive(bars.index(_P_FREE + (m & 1)), count=1)
+            mbarrier.arrive(bars[_FREE].index(place), count=1)
+            mbarrier.arrive(bars[_P_FREE].index(m & 1), count=1)
         last = begin + count
-        mbarrier.wait(bars.index(_P_READY + (last & 1)), (last >> 1) & 1)
+        mbarrier.wait(bars[_P_READY].index(last & 1), (last >> 1) & 1)
         factor = shrinks.index(last & 1).load(gl.SliceLayout(1, _ACC))
-        mbarrier.arrive(bars.index(_P_FREE + (last & 1)), count=1)
+        mbarrier.arrive(bars[_P_FREE].index(last & 1), count=1)
         begin = begin + 1 + count
         o = o * factor[:, None]
         start = out_ptr.to(gl.pointer_type(gl.int32)) + _long(n) * 16384
         angles = turns.index(turn & 3)
-        left, right = _in_two(o)
-        a, b = _in_two(left)
+        left, right = halves_of(o)
+        a, b = halves_of(left)
         _write_block(a, start, angles, 256 * HALF, HALF_ROPE)
         _write_block(b, start, angles, 256 * HALF + 64, HALF_ROPE)
-        a, b = _in_two(right)
+        a, b = halves_of(right)
         _write_block(a, start, angles, 256 * HALF + 128, HALF_ROPE)
         _write_block(b, start, angles, 256 * HALF + 192, HALF_ROPE)
 
@@ -380,17 +348,10 @@ def attend_expanded(
     counts = gl.allocate_shared_memory(gl.int32, [2, 32], _FLAT)
     notes = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], _FLAT)
     turns = gl.allocate_shared_memory(gl.float32, [4, 64], _FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [12, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(_READY, _FREE):
-        mbarrier.init(bars.index(b), count=129)  # every thread that fetches, and one more for the notes
-    for b in gl.static_range(_FREE, _P_READY):
-        mbarrier.init(bars.index(b), count=2)
-    for b in gl.static_range(_P_READY, _P_FREE):
-        mbarrier.init(bars.index(b), count=1)
-    for b in gl.static_range(_P_FREE, _GO):
-        mbarrier.init(bars.index(b), count=2)
-    for b in gl.static_range(_GO, _GO + 2):
-        mbarrier.init(bars.index(b), count=1)
+    bars = (
+        barriers(SLOTS, 129),  # every thread that fetches, and one more for the notes
+        barriers(SLOTS, 2), barriers(2, 1), barriers(2, 2), barriers(2, 1),
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [
