@@ -649,6 +649,8 @@ def launch(
     """Starts `products` of two weights (payload, scale), the same one twice unless `gated`."""
     (first, scale1), (second, scale2) = weights
     count, outputs, columns = first.shape[0], first.shape[1], first.shape[2] * 2
+    if columns % 128 or outputs % (128 if gated else 256) or x.shape != (tiles[2] * 80, columns):
+        raise ValueError(f"x {x.shape}, weights [{outputs}, {columns}]: whole blocks, 80 places a tile")
     index = x.device.index or 0
     d1, d2 = (
         TensorDescriptor.from_tensor(
