@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from cedar.kernels.experts_triton import _align
 from cedar.kernels.linear_triton import hopper, linear_bf16, multiprocessors
 from cedar.kernels.packed_triton import INTERPRETED
 from cedar.kernels.prepared_triton import band_channel, store_bands
@@ -22,16 +21,15 @@ from cedar.kernels.prepared_triton import band_channel, store_bands
 COUNTERS = 65_536
 MANY = 256  # tokens beyond which a library product and a launch for the selection are faster
 MEETING = tl.constexpr(256)  # what a launch adds to a tile's counter
-COMPARED = tl.constexpr(512)  # choices up to which each is compared with all, to be sorted
 
 
 @triton.jit
 def _select(
-    x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, token, there, experts, bias_stride, k, scale,
-    E: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr,
+    x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, ranks_ptr, count_ptr, token, there, experts, bias_stride,
+    k, scale, E: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """The k best of each token int64 [R], ids ascending, of logits x [R, E]. OWN: a tile a choice, in
-    order.
+    order. RANKED: with each choice how many came before it of the same expert, counted in count_ptr [E].
     """
     expert = tl.arange(0, E)
     inside = there[:, None] & (expert < experts)[None, :]
@@ -58,6 +56,9 @@ def _select(
     tl.store(weights_ptr + at, s / total[:, None] * scale, mask=chosen)
     if OWN:
         tl.store(owners_ptr + at, number, mask=chosen)
+    if RANKED:
+        rank = tl.atomic_add(count_ptr + number, 1, mask=chosen, sem="relaxed")
+        tl.store(ranks_ptr + at, rank, mask=chosen)
 
 
 @triton.jit
@@ -72,26 +73,22 @@ def _quantised(x_ptr, bands_ptr, powers_ptr, token, tokens, base, width, BK: tl.
 
 @triton.jit
 def _sort(
-    ids_ptr, slots_ptr, owners_ptr, cursor_ptr, count, tiles,
+    ids_ptr, ranks_ptr, slots_ptr, owners_ptr, cursor_ptr, count_ptr, count, tiles,
     E: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One program: `count` slots by expert in tiles of TILE, each choice compared with those before it."""
+    """One program: `count` slots by expert in tiles of TILE; count_ptr: choices of each, zeros thereafter."""
     pair = tl.arange(0, P)
+    every = tl.arange(0, E)
+    chosen = tl.load(count_ptr + every, cache_modifier=".cg")
     mine = tl.load(ids_ptr + pair, mask=pair < count, other=0, cache_modifier=".cg").to(tl.int32)
-    needed = (tl.histogram(mine, E, mask=pair < count) + TILE - 1) // TILE
-    tl.store(cursor_ptr + tl.arange(0, E), tl.cumsum(needed, axis=0) - needed)
+    rank = tl.load(ranks_ptr + pair, mask=pair < count, other=0, cache_modifier=".cg")
     for begin in range(0, tiles * TILE, B):
         fill = begin + tl.arange(0, B)
         tl.store(slots_ptr + fill, -1, mask=fill < tiles * TILE)
         tl.store(owners_ptr + fill, -1, mask=fill < tiles)
-    rank = tl.zeros([P], tl.int32)
-    for begin in range(0, count, 16):
-        other = begin + tl.arange(0, 16)
-        theirs = tl.load(ids_ptr + other, mask=other < count, other=-1).to(
-            tl.int32
-        )  # cached: every turn waits
-        before = (theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])
-        rank += tl.sum(before.to(tl.int32), axis=1)
+    needed = (chosen + TILE - 1) // TILE
+    tl.store(cursor_ptr + every, tl.cumsum(needed, axis=0) - needed)
+    tl.store(count_ptr + every, 0)
     tl.debug_barrier()
     tile = tl.load(cursor_ptr + mine, mask=pair < count, other=0) + rank // TILE
     tl.store(owners_ptr + tile, mine, mask=(pair < count) & (rank % TILE == 0))
@@ -123,7 +120,7 @@ def _add_parts(
 @triton.jit(do_not_specialize=["tokens", "bias_stride", "tiles", "k"])
 def _route(
     x_ptr, gate_ptr, bias_ptr, part_ptr, meet_ptr, count_ptr, ids_ptr, weights_ptr, bands_ptr, powers_ptr,
-    slots_ptr, owners_ptr, cursor_ptr, tokens, width, experts, bias_stride, k, scale, tiles, done,
+    slots_ptr, owners_ptr, cursor_ptr, ranks_ptr, tokens, width, experts, bias_stride, k, scale, tiles, done,
     T: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
     SP2: tl.constexpr, E: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, TILE: tl.constexpr,
     P: tl.constexpr, ALONE: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
@@ -133,6 +130,7 @@ def _route(
     program selects for all. OWN: for one token.
     """
     PROGRAMS: tl.constexpr = LANES * SPLITS
+    each_ptr = count_ptr + done - E  # of each expert, how many chose it
     program = tl.program_id(0)
     group = tl.program_id(1)
     lane = program % LANES
@@ -174,8 +172,8 @@ def _route(
                 _quantised(x_ptr, bands_ptr, powers_ptr, row, tokens, start + i * BK, width, BK)
     selected = 0
     if PROGRAMS == 1:
-        _select(acc, bias_ptr, ids_ptr, weights_ptr, owners_ptr, token.to(tl.int64), token < tokens, experts,
-                bias_stride, k, scale, E, T, OWN)  # fmt: skip
+        _select(acc, bias_ptr, ids_ptr, weights_ptr, owners_ptr, ranks_ptr, each_ptr, token.to(tl.int64),
+                token < tokens, experts, bias_stride, k, scale, E, T, OWN, TILE > 0 and not OWN)  # fmt: skip
         selected = 1
     else:
         begin = program * R
@@ -193,8 +191,8 @@ def _route(
                 some = group.to(tl.int64) * T + own + tl.arange(0, R)
                 there = (some < tokens) & (own + tl.arange(0, R) < T)
                 x = _add_parts(part_ptr, tokens, experts, group * T + own, some, there, SPLITS, SP2, E, R)
-                _select(x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, some, there, experts, bias_stride, k,
-                        scale, E, R, OWN)  # fmt: skip
+                _select(x, bias_ptr, ids_ptr, weights_ptr, owners_ptr, ranks_ptr, each_ptr, some, there,
+                        experts, bias_stride, k, scale, E, R, OWN, TILE > 0 and not OWN)  # fmt: skip
                 selected += 1
     if OWN:
         if selected > 0:
@@ -211,10 +209,8 @@ def _route(
                 before = tl.atomic_add(count_ptr + done, selected, sem="acq_rel")
                 whole = tokens // T * tl.cdiv(T, R) + tl.cdiv(tokens % T, R)
             if before + selected == whole:
-                if P <= COMPARED:
-                    _sort(ids_ptr, slots_ptr, owners_ptr, cursor_ptr, tokens * k, tiles, E, P, TILE, 1024)
-                else:
-                    _align(ids_ptr, slots_ptr, owners_ptr, cursor_ptr, tokens * k, tiles, E, P, TILE, 1024)
+                _sort(ids_ptr, ranks_ptr, slots_ptr, owners_ptr, cursor_ptr, each_ptr, tokens * k, tiles,
+                      E, P, TILE, 1024)  # fmt: skip
                 shared = tl.cdiv(tokens, TILE)
                 for first in range(0, shared * TILE, 1024):
                     fill = first + tl.arange(0, 1024)
@@ -235,8 +231,8 @@ def _choose(
     expert = tl.arange(0, E)
     inside = (token < tokens)[:, None] & (expert < experts)[None, :]
     x = tl.load(logits_ptr + token[:, None] * experts + expert[None, :], mask=inside, other=0.0)
-    _select(x, bias_ptr, ids_ptr, weights_ptr, ids_ptr, token, token < tokens, experts, bias_stride, k, scale,
-            E, R, False)  # fmt: skip
+    _select(x, bias_ptr, ids_ptr, weights_ptr, ids_ptr, ids_ptr, ids_ptr, token, token < tokens, experts,
+            bias_stride, k, scale, E, R, False, False)  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -349,9 +345,10 @@ def _launch(
             tiles.slots,
             tiles.owners,
             tiles.slots.new_empty(max(16, size)),
+            torch.empty_like(ids),
         )
         if tiles
-        else (x, x, ids, ids, ids)
+        else (x, x, ids, ids, ids, ids)
     )
     on_hopper = x.is_cuda and hopper(x.device.index or 0)
     if tokens == 1 and on_hopper and bias.dim() == 1 and k <= 32 and (k + 1) * tile_rows <= 1024:

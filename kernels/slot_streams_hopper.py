@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Products of streamed weights with eight slots through Hopper's FP8 matrix units.
+"""Products of streamed weights with eight slots or more through Hopper's FP8 matrix units.
 
 Weights come through shared memory by bulk copies, everything else of a block of 256 channels (128 where their
-number is no multiple) beside them by cp.async: scales, eight rows of activations and theirs. A group of 32
+number is no multiple) beside them by cp.async: scales, rows of activations and theirs. A group of 32
 channels is a product of its own (`bands_hopper`), in one band or two.
 """
 
 from __future__ import annotations
 
-from cedar.kernels.bands_hopper import FLAT, LANES, SUM, WARPS, operands, raw4
+from cedar.kernels.bands_hopper import FLAT, LANES, WARPS, operands, raw4
 from cedar.kernels.grid_hopper import barrier, grid_release, grid_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-_SUM16 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 32]))
 SHARED_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 SHARED_X = gl.constexpr(gl.NVMMASharedLayout(32, 8, 2))
 SHARED_X3 = gl.constexpr(gl.NVMMASharedLayout(32, 8, 3))
@@ -43,12 +42,19 @@ def _words(groups):
 
 
 @gluon.constexpr_function
-def _columns(groups):
-    """Scales of eight slots: a thread has those of its two columns of a sum."""
+def sum_of(columns):
+    """Sums fp32 [64, columns] of a product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@gluon.constexpr_function
+def _columns(groups, slots):
+    """Scales of 8, 16 or 32 slots: a thread has those of its columns of a sum."""
     each = [[0, 1 << i] for i in range(groups.bit_length() - 1)]
+    more = [[8 << i, 0] for i in range(slots // 16)]
     none = [0, 0]
     return gl.DistributedLinearLayout(
-        [*each, [1, 0]], [[2, 0], [4, 0], none, none, none], [none, none], [], [8, groups]
+        [*each, [1, 0], *more], [[2, 0], [4, 0], none, none, none], [none, none], [], [slots, groups]
     )
 
 
@@ -75,76 +81,75 @@ def _four(v, A: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def _row(v):
-    return gl.convert_layout(gl.reshape(v, [8]), gl.SliceLayout(0, SUM))[None, :]
-
-
-@gluon.jit
-def _start(left, x, BANDS: gl.constexpr):
-    """A group's sums [64, 8 BANDS]: eight slots' coarse band, then their fine one."""
-    L: gl.constexpr = SUM if BANDS == 1 else _SUM16
-    zero = gl.full([64, 8 * BANDS], 0.0, gl.float32, L)
+def _start(left, x, SLOTS: gl.constexpr, BANDS: gl.constexpr):
+    """A group's sums [64, SLOTS BANDS]: all slots' coarse band, then their fine one."""
+    L: gl.constexpr = sum_of(SLOTS * BANDS)
+    zero = gl.full([64, SLOTS * BANDS], 0.0, gl.float32, L)
     operand = gl.convert_layout(left, gl.DotOperandLayout(0, L, 4))
     return warpgroup_mma(operand, x.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _all(p, BANDS: gl.constexpr):
-    if BANDS == 1:
-        out = p
+def _scaled(p, t, power, SLOTS: gl.constexpr, BANDS: gl.constexpr):
+    """A group's sums [64, SLOTS] times the scales t of its slots and `power`, fp32 bits, of its rows."""
+    L: gl.constexpr = sum_of(SLOTS)
+    if BANDS == 2:
+        both = gl.convert_layout(gl.sum(gl.reshape(p, [64, 2, SLOTS]), axis=1), L)
     else:
-        out = gl.convert_layout(gl.sum(gl.reshape(p, [64, 2, 8]), axis=1), SUM)
-    return out
+        both = p
+    row = gl.convert_layout(gl.reshape(t, [SLOTS]), gl.SliceLayout(0, L))[None, :]
+    return (both * row) * (power & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _add(total, a, x, first, t, word, BANDS: gl.constexpr):
-    """total [64, 8] and the product of four groups; x.index(first) on: their activations; word: scales."""
-    p0 = _start(a[0], x.index(first), BANDS)
-    p1 = _start(a[1], x.index(first + 1), BANDS)
-    p2 = _start(a[2], x.index(first + 2), BANDS)
-    p3 = _start(a[3], x.index(first + 3), BANDS)
-    w = gl.convert_layout(word, gl.SliceLayout(1, SUM))[:, None]
-    p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=(p0, p1, p2, p3))
-    EXPONENT: gl.constexpr = 0x7F800000
-    total += (_all(p0, BANDS) * _row(t[0])) * ((w << 23) & EXPONENT).to(gl.float32, bitcast=True)
-    total += (_all(p1, BANDS) * _row(t[1])) * ((w << 15) & EXPONENT).to(gl.float32, bitcast=True)
-    total += (_all(p2, BANDS) * _row(t[2])) * ((w << 7) & EXPONENT).to(gl.float32, bitcast=True)
-    return total + (_all(p3, BANDS) * _row(t[3])) * ((w >> 1) & EXPONENT).to(gl.float32, bitcast=True)
+def _add(total, a, x, first, t, word, SLOTS: gl.constexpr, BANDS: gl.constexpr):
+    """total [64, SLOTS] and a product of four groups; x.index(first) on: their activations; word: scales."""
+    w = gl.convert_layout(word, gl.SliceLayout(1, sum_of(SLOTS)))[:, None]
+    p0 = _start(a[0], x.index(first), SLOTS, BANDS)
+    p1 = _start(a[1], x.index(first + 1), SLOTS, BANDS)
+    if SLOTS * BANDS > 16:  # two at a time: registers
+        p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
+        total += _scaled(p0, t[0], w << 23, SLOTS, BANDS)
+        total += _scaled(p1, t[1], w << 15, SLOTS, BANDS)
+    p2 = _start(a[2], x.index(first + 2), SLOTS, BANDS)
+    p3 = _start(a[3], x.index(first + 3), SLOTS, BANDS)
+    if SLOTS * BANDS > 16:
+        p2, p3 = warpgroup_mma_wait(0, deps=(p2, p3))
+    else:
+        p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=(p0, p1, p2, p3))
+        total += _scaled(p0, t[0], w << 23, SLOTS, BANDS)
+        total += _scaled(p1, t[1], w << 15, SLOTS, BANDS)
+    total += _scaled(p2, t[2], w << 7, SLOTS, BANDS)
+    return total + _scaled(p3, t[3], w >> 1, SLOTS, BANDS)
 
 
 @gluon.jit
 def _product(
-    total, w_s, s_s, x, t_s, stage, part, BANDS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr
-):
-    """total [64, 8] and the product of a stage's weights, its part 0 or 1."""
-    t = t_s.index(stage).load(_columns(GROUPS))
+    total, w_s, s_s, x, t_s, stage, part, SLOTS: gl.constexpr, BANDS: gl.constexpr, GROUPS: gl.constexpr,
+    FP8: gl.constexpr,
+):  # fmt: skip
+    """total [64, SLOTS] and the product of a stage's weights, its part 0 or 1."""
+    t = t_s.index(stage).load(_columns(GROUPS, SLOTS))
     words = s_s._reinterpret(gl.int32, [s_s.shape[0], 64, GROUPS // 4], FLAT).index(2 * stage + part)
     words = words.load(_words(GROUPS))
     first = stage * GROUPS
-    if FP8:
-        raw = w_s.index(2 * stage + part).load(_RAW8).to(gl.float8e4nv, bitcast=True)
-        both = gl.permute(gl.reshape(raw, [64, 4, 16, 2]), (0, 1, 3, 2))
-        a = _four(gl.reshape(both, [64, 4, 32]), 64, 32)
-        if GROUPS == 8:
-            t, _ = _halves(gl.reshape(t, [8, 8, 1]), 8, 1)
-            words, _ = gl.split(words)
-        total = _add(
-            total, a, x, first, _four(gl.reshape(t, [8, 4, 1]), 8, 1), gl.reshape(words, [64]), BANDS
-        )
-    elif GROUPS == 4:
-        raw = w_s._reinterpret(gl.uint8, [w_s.shape[0] * 2, 64, 64], SHARED_HALF).index(4 * stage + 2 * part)
-        a = _four(gl.reshape(operands(raw.load(raw4(4)), 4), [64, 4, 32]), 64, 32)
-        total = _add(
-            total, a, x, first, _four(gl.reshape(t, [8, 4, 1]), 8, 1), gl.reshape(words, [64]), BANDS
-        )
-    else:
+    if GROUPS == 8:
         a = gl.reshape(operands(w_s.index(2 * stage + part).load(raw4(8)), 8), [64, 8, 32])
         a0, a1 = _halves(a, 64, 32)
-        t0, t1 = _halves(gl.reshape(t, [8, 8, 1]), 8, 1)
+        t0, t1 = _halves(gl.reshape(t, [SLOTS, 8, 1]), SLOTS, 1)
         w0, w1 = gl.split(words)
-        total = _add(total, _four(a0, 64, 32), x, first, _four(t0, 8, 1), w0, BANDS)
-        total = _add(total, _four(a1, 64, 32), x, first + 4, _four(t1, 8, 1), w1, BANDS)
+        total = _add(total, _four(a0, 64, 32), x, first, _four(t0, SLOTS, 1), w0, SLOTS, BANDS)
+        total = _add(total, _four(a1, 64, 32), x, first + 4, _four(t1, SLOTS, 1), w1, SLOTS, BANDS)
+    else:
+        if FP8:
+            raw = w_s.index(2 * stage + part).load(_RAW8).to(gl.float8e4nv, bitcast=True)
+            both = gl.permute(gl.reshape(raw, [64, 4, 16, 2]), (0, 1, 3, 2))
+        else:
+            half = w_s._reinterpret(gl.uint8, [w_s.shape[0] * 2, 64, 64], SHARED_HALF)
+            both = operands(half.index(4 * stage + 2 * part).load(raw4(4)), 4)
+        a = _four(gl.reshape(both, [64, 4, 32]), 64, 32)
+        t4 = _four(gl.reshape(t, [SLOTS, 4, 1]), SLOTS, 1)
+        total = _add(total, a, x, first, t4, gl.reshape(words, [64]), SLOTS, BANDS)
     return total
 
 
@@ -162,14 +167,14 @@ def _ask(
         tma.async_copy_global_to_shared(
             second_desc, [second_row, block * 128], bars.index(to), w_s.index(2 * to + 1), pred=there
         )
-        words = s_s._reinterpret(gl.int32, [s_s.shape[0], 64, GROUPS // 4], FLAT)
+        words = s_s._reinterpret(gl.int32, [s_s.shape[0], 64, 1], FLAT)
         at = block * 4 + gl.arange(0, 1, layout=gl.SliceLayout(0, COPY_WORD))[None, :] * 4
         mask = there & (rows >= 0)
-        one = words.index(2 * to).slice(0, 1, dim=1)
+        one = words.index(2 * to)
         async_copy.async_copy_global_to_shared(
             one, (first_scale + at).to(gl.pointer_type(gl.int32), bitcast=True), mask=mask
         )
-        two = words.index(2 * to + 1).slice(0, 1, dim=1)
+        two = words.index(2 * to + 1)
         async_copy.async_copy_global_to_shared(
             two, (second_scale + at).to(gl.pointer_type(gl.int32), bitcast=True), mask=mask
         )
@@ -193,30 +198,22 @@ def _ask(
 
 
 @gluon.jit
-def _ask_x(
-    x, xs, mine, mine_t, group, group_t, block, to, there, x_s, t_s, GROUPS: gl.constexpr, STEP: gl.constexpr
-):
-    """Starts the copies of a block's activations, a block being STEP groups, and ends the copies' group."""
-    mask = there & mine
-    mask_t = there & mine_t
-    if x_s.shape[1] > STEP:  # a stage has room for more than the last block has
-        mask &= group < GROUPS - block * STEP
-        mask_t &= group_t < GROUPS - block * STEP
-    async_copy.async_copy_global_to_shared(x_s.index(to), x + block * (32 * STEP), mask=mask)
-    async_copy.async_copy_global_to_shared(t_s.index(to), xs + block * STEP, mask=mask_t)
+def _ask_x(x, xs, mine, mine_t, block, to, there, x_s, t_s, GROUPS: gl.constexpr):
+    """Starts the copies of a block's activations and ends the copies' group."""
+    async_copy.async_copy_global_to_shared(x_s.index(to), x + block * (32 * GROUPS), mask=there & mine)
+    async_copy.async_copy_global_to_shared(t_s.index(to), xs + block * GROUPS, mask=there & mine_t)
     async_copy.commit_group()
 
 
 @gluon.jit
 def stream(
     first_desc, second_desc, first_row, second_row, first_scale, second_scale, rows, x, xs, mine, mine_t,
-    group, group_t, w_s, s_s, x_s, t_s, groups, bars,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, BANDS: gl.constexpr, GROUPS: gl.constexpr,
-    FP8: gl.constexpr, EARLY: gl.constexpr,
+    w_s, s_s, x_s, t_s, groups, bars,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, BANDS: gl.constexpr,
+    GROUPS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The products [64, 8] of 64 rows of each of two weights with eight slots."""
-    STEP: gl.constexpr = 4 if FP8 else GROUPS
-    BLOCKS: gl.constexpr = COLUMNS // (32 * STEP)
+    """The products [64, SLOTS] of 64 rows of each of two weights; a block is GROUPS groups (FP8: four)."""
+    BLOCKS: gl.constexpr = COLUMNS // (32 * GROUPS)
     for i in gl.static_range(STAGES - 1):
         if i < BLOCKS:
             _ask(
@@ -227,23 +224,10 @@ def stream(
         grid_release()
         grid_wait()
     for i in gl.static_range(STAGES - 1):
-        _ask_x(
-            x,
-            xs,
-            mine,
-            mine_t,
-            group,
-            group_t,
-            i,
-            i,
-            first_row + i * 0 >= 0 if i < BLOCKS else first_row < 0,
-            x_s,
-            t_s,
-            COLUMNS // 32,
-            STEP,
-        )
-    one = gl.full([64, 8], 0.0, gl.float32, SUM)
-    two = gl.full([64, 8], 0.0, gl.float32, SUM)
+        there = first_row + i * 0 >= 0 if i < BLOCKS else first_row < 0
+        _ask_x(x, xs, mine, mine_t, i, i, there, x_s, t_s, GROUPS)
+    one = gl.full([64, SLOTS], 0.0, gl.float32, sum_of(SLOTS))
+    two = gl.full([64, SLOTS], 0.0, gl.float32, sum_of(SLOTS))
     for turn in range(BLOCKS):
         stage = turn % STAGES
         mbarrier.wait(bars.index(stage), (turn // STAGES) & 1)
@@ -255,22 +239,8 @@ def stream(
             first_desc, second_desc, first_row, second_row, first_scale, second_scale, rows, fill,
             fill % STAGES, fill < BLOCKS, w_s, s_s, bars, GROUPS, FP8,
         )  # fmt: skip
-        _ask_x(
-            x,
-            xs,
-            mine,
-            mine_t,
-            group,
-            group_t,
-            fill,
-            fill % STAGES,
-            fill < BLOCKS,
-            x_s,
-            t_s,
-            COLUMNS // 32,
-            STEP,
-        )
-        one = _product(one, w_s, s_s, groups, t_s, stage, 0, BANDS, GROUPS, FP8)
-        two = _product(two, w_s, s_s, groups, t_s, stage, 1, BANDS, GROUPS, FP8)
+        _ask_x(x, xs, mine, mine_t, fill, fill % STAGES, fill < BLOCKS, x_s, t_s, GROUPS)
+        one = _product(one, w_s, s_s, groups, t_s, stage, 0, SLOTS, BANDS, GROUPS, FP8)
+        two = _product(two, w_s, s_s, groups, t_s, stage, 1, SLOTS, BANDS, GROUPS, FP8)
     async_copy.wait_group(0)
     return one, two

@@ -354,7 +354,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         experts_fp8_hopper.tiles_of_eight,
-        {"COLUMNS": 5120, "STAGES": 3, "GATED": True, "SHARED": True, "EARLY": False, "K": 6},
+        {"COLUMNS": 5120, "STAGES": 3, "GATED": True, "SHARED": 16, "EARLY": False, "K": 6},
         {
             **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 128, swizzle=128)),
             "shared_desc": block("u8", 64, 128),
@@ -367,7 +367,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
     ),
     (
         experts_fp8_hopper.tiles_of_eight,
-        {"COLUMNS": 384, "STAGES": 3, "GATED": False, "SHARED": True, "EARLY": True, "K": 6},
+        {"COLUMNS": 384, "STAGES": 3, "GATED": False, "SHARED": 8, "EARLY": True, "K": 6},
         {
             **dict.fromkeys(("first_desc", "second_desc"), block("u8", 64, 64, swizzle=64)),
             "shared_desc": block("u8", 64, 128),
