@@ -150,3 +150,52 @@ def test_scores_that_rise_from_tile_to_tile() -> None:
         for parts in (1, 2):
             got = sparse_attention(*args, splits=parts, few=False)
             assert (got.double() - want).norm() <= 2.4e-3 * want.norm()
+
+
+@pytest.mark.parametrize("tokens", [48, 64, 100, 128, 384])
+def test_rows_of_the_launch_before_the_queries_are_seen(tokens: int) -> None:
+    """`settled` in a captured chain of window row, queries, attention: each step reads its own new row."""
+    from cedar.kernels.latents import norm_latents
+    from cedar.kernels.linear import linear_fp8, order_for, settles
+    from cedar.kernels.sparse_attention import sparse_attention
+
+    torch.manual_seed(tokens)
+    steps, width = 24, 1280
+    args = arguments(tokens, 512, 128, 32, (256, 0), torch.int32, "none")
+    _, pages, planes, table, seq, entries, _, _, sink, rope = args
+    rows = torch.arange(tokens * 128, device="cuda").view(tokens, 128)
+    weight = (torch.randn(32768, width, device="cuda") / width**0.5 * 16).to(torch.float8_e4m3fn)
+    scale = torch.full((1024, width // 32), 123, dtype=torch.uint8, device="cuda")
+    norms = torch.ones(width, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
+    latents = torch.randn(steps, tokens, width + 512, device="cuda").bfloat16()
+    window = torch.empty(tokens * 128, 528, dtype=torch.uint8, device="cuda")
+    places = rows.T.contiguous()
+    order = order_for(tokens, weight)
+    assert settles(tokens, weight)
+
+    def run(settled: bool) -> list[torch.Tensor]:
+        window.zero_()
+        out = []
+        for step in range(steps):
+            query, prepared = norm_latents(
+                latents[step], *norms, rope, 1e-6, window, places[step],
+                () if order is None else (order,),
+            )  # fmt: skip
+            q = linear_fp8(query, weight, scale, prepared=prepared).view(tokens, 64, 512)
+            out.append(
+                sparse_attention(
+                    q, pages, *planes, table, seq, entries, window, rows, sink, rope, settled=settled
+                )
+            )
+        return out
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(True)
+    want = run(False)
+    for _ in range(30):
+        for part in got:
+            part.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
