@@ -201,6 +201,7 @@ def _launch_swiglu(
     block = min(1024, max(32, triton.next_power_of_2(columns)))
     if not (gate.dim() == up.dim() == 2 and gate.stride(1) == up.stride(1) == 1):  # halves of a wider row
         gate, up = gate.reshape(rows, columns).contiguous(), up.reshape(rows, columns).contiguous()
+    # An ordinary launch, which begins when all before it have ended: those after it read early what is older.
     _swiglu[(rows, triton.cdiv(columns, block))](
         gate, up, weight if weight is not None else gate, out, out if scale is None else scale, columns,
         gate.stride(0), up.stride(0), limit, weight is not None, scale is not None, block,

@@ -44,9 +44,6 @@ class Attention:
         wide = self._wide_window(step, window)
         rows = step.window_rows(self.in_decoder)
         place = None if self.pages is None else (step.page_table, step.seq)
-        # then q is from the launch before attention, and all else that attention reads is older
-        settled = self.indexer is None and not (self.compressor is not None and produce)
-        settled = settled and wide is None and self.wq_b.settles(step.rows)
         query = Rows(
             *norm_latents(
                 self.latents(x),
@@ -61,6 +58,9 @@ class Attention:
                 wide,
             )
         )
+        # then q is from the launch before attention, and all else that attention reads is older
+        settled = self.indexer is None and not (self.compressor is not None and produce)
+        settled = settled and wide is None and self.wq_b.settles(query)
         q = self.wq_b(query).view(step.rows, self.heads, -1)
         if self.compressor is not None and produce:
             self.compressor.produce(x.plain, step)

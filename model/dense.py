@@ -66,9 +66,13 @@ class Dense:
         order = order_for(rows, self.weight)
         return () if order is None else (order,)
 
-    def settles(self, rows: int) -> bool:
-        """Whether what is older than this product of so many rows may be read at once by the next launch."""
-        return settles(rows, self.weight)
+    def settles(self, x: Rows) -> bool:
+        """Whether the launch after this product of x may read at once what is older than the product.
+
+        One that quantises x itself may let that launch go before it has waited.
+        """
+        rows = x.plain.shape[0]
+        return settles(rows, self.weight) and (not self.orders(rows) or bool(x.prepared))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
