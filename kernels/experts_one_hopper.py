@@ -111,7 +111,7 @@ def product(total, w_s, first_x, second_x, s_s, t_s):
 @gluon.jit
 def one_slot(
     first_desc, second_desc, x_desc, xs_ptr, ids_ptr, weight_ptr, first_scale_ptr, second_scale_ptr, out_ptr,
-    out_scale_ptr, outputs, k, limit,
+    out_scale_ptr, outputs, k, experts, limit,
     COLUMNS: gl.constexpr, XS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Grid (outputs / 32 or 64, slots): a slot's expert with its row (slot // k) of x.
@@ -136,7 +136,8 @@ def one_slot(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    base = gl.load(ids_ptr + slot).to(gl.int32) * outputs + row
+    chosen = gl.minimum(gl.maximum(gl.load(ids_ptr + slot), 0), experts - 1)  # nothing beside the weights
+    base = chosen.to(gl.int32) * outputs + row
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_scales(8)))
     scale_at = (base + r % 32).to(gl.int64) * (COLUMNS // 32)
     scale = gl.where(
@@ -240,12 +241,12 @@ def experts(
         TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), [32, 128], SHARED_W.value) for w in (w1, w3, w2)
     )
     one_slot[(inner // 32, tokens * k)](
-        d1, d3, _tiles(rows), scales, ids, weights, s1, s3, hidden, hidden_scales, inner, k, limit, width,
-        next_power_of_2(width // 32), STAGES[0], True, num_warps=4, launch_pdl=True,
+        d1, d3, _tiles(rows), scales, ids, weights, s1, s3, hidden, hidden_scales, inner, k,
+        len(w1), limit, width, next_power_of_2(width // 32), STAGES[0], True, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     y = torch.empty(tokens * k, width, dtype=torch.bfloat16, device=x.device)
     one_slot[(width // 64, tokens * k)](
-        d2, d2, _tiles(hidden), hidden_scales, ids, weights, s2, s2, y, hidden_scales, width, 1, limit, inner,
-        next_power_of_2(inner // 32), STAGES[1], False, num_warps=4, launch_pdl=True,
+        d2, d2, _tiles(hidden), hidden_scales, ids, weights, s2, s2, y, hidden_scales, width, 1,
+        len(w2), limit, inner, next_power_of_2(inner // 32), STAGES[1], False, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -26,13 +26,19 @@ BLOCK = 256
 
 
 @triton.jit
+def chosen_expert(id, experts):
+    """The id in [0, experts), int32: one outside, which `route` never gives, stays within the weights."""
+    return tl.minimum(tl.maximum(id, 0), experts - 1).to(tl.int32)
+
+
+@triton.jit
 def _align(
-    ids_ptr, slots_ptr, experts_ptr, places_ptr, cursor_ptr, count, tiles,
+    ids_ptr, slots_ptr, experts_ptr, places_ptr, cursor_ptr, count, tiles, experts,
     E: tl.constexpr, P: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: slots by expert in tiles of T."""
     pair = tl.arange(0, P)
-    expert = tl.load(ids_ptr + pair, mask=pair < count, other=0).to(tl.int32)
+    expert = chosen_expert(tl.load(ids_ptr + pair, mask=pair < count, other=0), experts)
     counts = tl.histogram(expert, E, mask=pair < count)
     needed = (counts + T - 1) // T
     start = tl.cumsum(needed, axis=0) - needed
@@ -51,10 +57,10 @@ def _align(
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, count, E: tl.constexpr, B: tl.constexpr):
+def _count(ids_ptr, counts_ptr, count, experts, E: tl.constexpr, B: tl.constexpr):
     """Grid (ceil(count / B)): how many of B slots chose each expert, a row [E] a program."""
     at = tl.program_id(0) * B + tl.arange(0, B)
-    expert = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int32)
+    expert = chosen_expert(tl.load(ids_ptr + at, mask=at < count, other=0), experts)
     row = counts_ptr + tl.program_id(0) * E + tl.arange(0, E)
     tl.store(row, tl.histogram(expert, E, mask=at < count))
 
@@ -85,11 +91,11 @@ def _place(
     tl.store(cursor + every, first + before)
     tl.debug_barrier()
     at = program * B + tl.arange(0, B)
-    expert = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int32)
+    expert = chosen_expert(tl.load(ids_ptr + at, mask=at < count, other=0), experts)
     rank = tl.zeros([B], tl.int32)
     for start in range(program * B, (program + 1) * B, 32):
         other = start + tl.arange(0, 32)
-        theirs = tl.load(ids_ptr + other, mask=other < count, other=-1).to(tl.int32)
+        theirs = chosen_expert(tl.load(ids_ptr + other, mask=other < count, other=0), experts)
         ahead = (theirs[None, :] == expert[:, None]) & (other[None, :] < at[:, None])
         rank += tl.sum(ahead.to(tl.int32), axis=1)
     found = tl.load(cursor + expert) + rank
@@ -130,6 +136,7 @@ def _tiles_of(
             cursor,
             count,
             tiles,
+            experts,
             size,
             max(16, triton.next_power_of_2(count)),
             together,
@@ -141,7 +148,7 @@ def _tiles_of(
     programs = triton.cdiv(count, BLOCK)
     counts, cursor = torch.empty(2, programs, size, dtype=torch.int32, device=ids.device)
     wide = triton.next_power_of_2(together)
-    _count[(programs,)](ids, counts, count, size, BLOCK)
+    _count[(programs,)](ids, counts, count, experts, size, BLOCK)
     _place[(programs,)](
         ids, counts, cursor, slots, owners, places, count, tiles, experts, together, wide, size, BLOCK,
         num_warps=8,

@@ -50,7 +50,7 @@ def _latents(
     FIRST: tl.constexpr, SECOND: tl.constexpr, STAGED: tl.constexpr, WIDE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (2, tokens): 0 the key, 1 the query latent; STAGED: tokens + copied rows, those of column 0 after.
+    """Grid (2·tokens): a row's key, then its query; STAGED: 2·(tokens + copied rows), of those the even copy.
 
     FIRST, SECOND: orders of the query's quantised copies, -1: none. WIDE: what goes to the window goes to
     wide_ptr, expanded, too. OVERLAPS: with the launch before it (`launch_pdl`).
@@ -58,17 +58,17 @@ def _latents(
     at = tl.arange(0, B)
     inside = at < Q
     pair = tl.arange(0, HALF)
-    is_query = tl.program_id(0) == 1
+    is_query = tl.program_id(0) % 2 == 1
     weight = tl.load(query_weight_ptr + at, mask=inside & is_query, other=0.0)
     even_weight = tl.load(key_weight_ptr + 2 * pair, mask=(pair >= 0) & (not is_query), other=0.0)
     odd_weight = tl.load(key_weight_ptr + 2 * pair + 1, mask=(pair >= 0) & (not is_query), other=0.0)
     if OVERLAPS:  # weights never change; all else waits for the launch before
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) // 2).to(tl.int64)
     row = x_ptr + token * width
     if token >= tokens:
-        if tl.program_id(0) == 0:
+        if not is_query:
             number = token - tokens
             source = tl.load(source_ptr + number)
             copy_row(
@@ -155,7 +155,7 @@ def norm_latents(
     copied = moves[0].shape[0] if staging is not None else 0
     overlaps = latents.is_cuda and hopper(latents.device.index or 0)
     if tokens:
-        _latents[(2, tokens + copied)](
+        _latents[(2 * (tokens + copied),)](  # in one: CUDA's other two end at 65,535
             latents, query_weight, key_weight, rope[0].contiguous(), rope[1].contiguous(), query,
             *first, *second, window, window if wide is None else wide.view(torch.int32), places.contiguous(),
             rings, *(index.contiguous() for index in moves),

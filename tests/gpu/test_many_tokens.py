@@ -170,6 +170,10 @@ def test_experts_of_many(tokens: int, experts: int, inner: int, width: int) -> N
         assert torch.isfinite(got).all()
         assert (got - want).norm() < 1e-3 * want.norm()
     assert launches(lambda: experts_triton.grouped_experts(x, ids, routing, weights, 7.3)) <= 6
+    outside = ids.long()
+    outside[::7, 0], outside[3::7, -1] = 1 << 40, -3  # what no router gives stays within the weights
+    taken = experts_triton.grouped_experts(x, outside.clamp(0, experts - 1), routing, weights, 7.3)
+    assert torch.equal(experts_triton.grouped_experts(x, outside, routing, weights, 7.3), taken)
 
 
 @pytest.mark.parametrize("tokens", [100, 300, 1200])

@@ -158,6 +158,11 @@ def test_experts(sorted_by_one: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = experts_ref.grouped_experts(x, ids, weights, packed, None, 10.0)
     got = experts_triton.grouped_experts(x, ids, weights, packed, 10.0)
     assert (got - want).norm() <= 1e-3 * want.norm()
+    outside = ids.long()
+    outside[1, 0], outside[2, 1], outside[4, 1] = -3, 1 << 40, experts  # an expert of the sorter's padding
+    taken = experts_triton.grouped_experts(x, outside.clamp(0, experts - 1), weights, packed, 10.0)
+    assert torch.equal(experts_triton.grouped_experts(x, outside, weights, packed, 10.0), taken)
+    assert torch.equal(taken[[0, 3]], got[[0, 3]])
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,26 @@ def prefill(of: Any, net: Any, tokens: int) -> None:
     assert (step._wide is not None) == ("attend_expanded" in LAUNCHED)
 
 
+def prompts(of: Any, net: Any, sequences: int) -> None:
+    """The first of two such layers in a chunk of eight tokens each of `sequences`, whose windows are full."""
+    from cedar.model.residual import Residual
+    from cedar.model.sources import Selection
+    from cedar.model.state import SequenceState
+    from cedar.model.step import Step
+
+    memory = net.allocate(pages=sequences, slots=sequences)
+    seqs = [SequenceState(slot=row, pages=[row], ids=[0] * 160) for row in range(sequences)]
+    step = Step(memory, net.config, [(seq, 150, 158) for seq in seqs])
+    tokens = 8 * sequences
+    streams = torch.empty(tokens, 4, net.config.hidden_size, dtype=torch.bfloat16)
+    LAUNCHED.clear()
+    EARLY.clear()
+    of.advance(
+        Residual(streams, torch.empty(tokens, 4)), step,
+        Selection(entries=torch.zeros(tokens, 512, dtype=torch.int32)), None,
+    )  # fmt: skip
+
+
 def decode(of: Any, net: Any, batch: int) -> None:
     """The same in a step of `batch` sequences."""
     from cedar.model.residual import Residual
@@ -208,6 +228,7 @@ def main() -> None:
     pretend("--compile" in sys.argv)
     cases = [(decode, of, n) for n in (1, 3, 8, 12, 16, 40, 64, 65, 80, 100, 128)]
     cases += [(prefill, of, n) for n in (128, 200, 300, 512, 1000, 4096)]
+    cases += [(prompts, of, 600)]
     cases += [(select, full, n) for n in (1, 3, 16)]
     for walk, one, size in cases:
         walk(one, net, size)
