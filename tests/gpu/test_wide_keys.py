@@ -26,6 +26,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def attends() -> None:
+    """Skips where the device has no kernel for wide keys."""
+    if not attends_wide(torch.empty(0, device="cuda"), Shape(64, 512, 128, 32)):
+        pytest.skip("no kernel for wide keys on this device")
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16)
 
@@ -118,13 +125,12 @@ def filled(net: Network, lengths: list[int]) -> tuple[KVMemory, list[SequenceSta
     return memory, seqs
 
 
+@pytest.mark.usefixtures("attends")
 @pytest.mark.parametrize("lengths", [[900], [500, 30, 7]])
 def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of every kind of layer gives on wide keys what it gives on packed ones, from the same state
     and rows; both leave the same rings.
     """
-    if not attends_wide(torch.empty(0, device="cuda"), Shape(64, 512, 128, 32)):
-        pytest.skip("no kernel for wide keys on this device")
     net = network()
     assert net.text is not None
     memory, seqs = filled(net, lengths)
@@ -158,12 +164,11 @@ def test_each_layer_of_a_chunk(lengths: list[int], monkeypatch: pytest.MonkeyPat
     assert {plan.mode for plan in net.plan[:27]} == set(LayerMode)
 
 
+@pytest.mark.usefixtures("attends")
 def test_a_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that expand and chunks that do not give what none of them expanding gives, within what rounding
     does to a network of random weights; what was expanded is gone with the step.
     """
-    if not attends_wide(torch.empty(0, device="cuda"), Shape(64, 512, 128, 32)):
-        pytest.skip("no kernel for wide keys on this device")
     net, logits, expands = network(), [], attention.expands
     for answer in (True, True, False):  # what is allocated once for all is by then
         took: list[bool] = []
