@@ -243,7 +243,7 @@ def few_parts(
     groups = tokens * -(-heads // 16)
     if width == 128:
         near, far = -(-rows // 32), -(-entries // 32)
-        fits = groups * (near + far) * 16 * 256 <= 1 << 26 and near + far <= 64 and groups * 8 <= 65_536
+        fits = tokens * (near + far) * heads * 256 <= 1 << 26 and near + far <= 64 and groups * 8 <= 65_536
         return (4, near, far) if fits else None
     from cedar.kernels.sparse_attention_teams_hopper import BLOCKS, MOST
 
