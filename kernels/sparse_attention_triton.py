@@ -137,7 +137,7 @@ def _write(even, odd, at, mask, cos_ptr, sin_ptr, token, HALF: tl.constexpr, HAL
     tl.store(at + 1, to_bf16(odd), mask=mask)
 
 
-FEW = 6  # queries up to which many small programs beat a few large ones (heads of 512)
+FEW = 7  # queries up to which many small programs beat a few large ones (heads of 512)
 
 
 def choose_splits(tokens: int, entries: int) -> int:
