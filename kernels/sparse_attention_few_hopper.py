@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Sparse attention of few queries in one launch, heads of 128 or 512 channels, for Hopper (spec §3).
+"""Sparse attention of heads of 128 channels in one launch, for Hopper (spec §3).
 
 Time here is latency: a chain of loads (entry, page, row), cold instructions, meetings. So a query is shared
 out over many small programs, 16 heads and 32 keys each, and nothing but sums passes through shared memory:
 
 - Warp w of four holds a quarter of the channels. Thread (g, t) of its eight by four loads the bytes of keys
-  g, g + 8, g + 16, g + 24 from channel 128/4·(4w + t) (of 512) on. Expanded, they are the right operand of
+  g, g + 8, g + 16, g + 24 from channel 8·(4w + t) on. Expanded, they are the right operand of
   `mma.sync` for q·kᵀ as they lie (which channels meet in one step does not matter, if q's are loaded alike).
 - q's heads g and g + 8 of the same channels are the left operand. What the warps' products lack, the other
   warps' channels, is added through shared memory; every warp does softmax for itself.
@@ -42,7 +42,6 @@ from cedar.kernels.sparse_attention_operands_hopper import (
     angles,
     entry_block,
     entry_scale,
-    four_of,
     numbers,
     same,
     shaped,
@@ -101,32 +100,28 @@ def _score(keys, q, q8, acc):
 
 
 @gluon.jit
-def _offset(key, chunk, BLOCKS: gl.constexpr):
+def _offset(key, chunk):
     """Bytes to eight channels of a key in a warp's area: neither eight threads that store nor eight keys that
     are taken meet a bank twice.
     """
-    if BLOCKS == 4:
-        out = key * 256 + ((chunk ^ (key & 7) ^ ((chunk >> 2) & 2)) << 4)
-    else:
-        out = key * 64 + ((chunk ^ ((key >> 1) & 3)) << 4)
-    return out
+    return key * 64 + ((chunk ^ ((key >> 1) & 3)) << 4)
 
 
 @gluon.jit
-def _put(keys, space, g, t, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
-    """Leaves a block of eight channels of four keys in the warp's area."""
+def _put(keys, space, g, t):
+    """Leaves eight channels of four keys in the warp's area."""
     key = along(along(g, 2, FOURS) + 8 * numbers(4, FOURS), 3, FOURS_OF_FOUR)
-    chunk = along(along(t * BLOCKS + BLOCK, 2, FOURS), 3, FOURS_OF_FOUR)
-    place = along(along(space, 2, FOURS), 3, FOURS_OF_FOUR) + _offset(key, chunk, BLOCKS)
+    chunk = along(along(t, 2, FOURS), 3, FOURS_OF_FOUR)
+    place = along(along(space, 2, FOURS), 3, FOURS_OF_FOUR) + _offset(key, chunk)
     gl.inline_asm_elementwise(
         _PUT, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [place + keys * 0, keys], dtype=gl.int32, is_pure=False, pack=4
     )
 
 
 @gluon.jit
-def _take(space, lane, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
+def _take(space, lane):
     """Words [4, 32, 4 chunks of eight channels, 4 tiles of keys]: channel g of keys 2t and 2t + 1."""
-    place = along(space, 2, FOURS) + _offset(along(lane, 2, FOURS), 4 * BLOCK + numbers(4, FOURS), BLOCKS)
+    place = along(space, 2, FOURS) + _offset(along(lane, 2, FOURS), numbers(4, FOURS))
     a, b, c, d = gl.inline_asm_elementwise(
         _TAKE, "=r,=r,=r,=r,r", [place], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
     )
@@ -134,7 +129,7 @@ def _take(space, lane, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(keys, p0, p1, inverse, at, at8, real, real8, BLOCK: gl.constexpr):
+def _weigh(keys, p0, p1, inverse, at, at8, real, real8):
     """Writes p·k of four chunks of eight channels: row g at `at`, row g + 8 at `at8`. A thread's words, two
     channels of each chunk, become neighbours (`_join` turns that back).
     """
@@ -148,7 +143,7 @@ def _weigh(keys, p0, p1, inverse, at, at8, real, real8, BLOCK: gl.constexpr):
     high = same(high, FOURS_OF_TWO) * along(inverse, 2, FOURS_OF_TWO)
     words = gl.inline_asm_elementwise(_HALVES, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
     row, row8 = gl.split(words)
-    slot = 16 * BLOCK + numbers(4, FOURS)
+    slot = numbers(4, FOURS)
     gl.store(at + slot, same(row, FOURS), mask=real)
     gl.store(at8 + slot, same(row8, FOURS), mask=real8)
 
@@ -161,15 +156,15 @@ def attend_few(
     out_ptr, part_ptr, lse_ptr, count_ptr,
     page_count, sequences, table_width, window_count, entry_count, row_count, scale,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PAYLOAD: gl.constexpr, SCALES: gl.constexpr,
-    NEAR: gl.constexpr, SPLITS: gl.constexpr, heads: gl.constexpr, BLOCKS: gl.constexpr,
-    HALF_ROPE: gl.constexpr, ALONE: gl.constexpr,
+    NEAR: gl.constexpr, SPLITS: gl.constexpr, heads: gl.constexpr, HALF_ROPE: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, ceil(heads / 16), tokens), heads of 128·BLOCKS channels, BLOCKS 1 or 4.
+    """Grid (SPLITS, ceil(heads / 16), tokens), heads of 128 channels.
 
-    The first NEAR splits take window rows, the others entries. part fp16 [tokens, SPLITS, heads, D], lse fp32
-    [tokens, heads, SPLITS rounded up to fours]. ALONE: the page table has one row. For `launch_pdl`.
+    The first NEAR splits take window rows, the others entries. part fp16 [tokens, SPLITS, heads, 128], lse
+    fp32 [tokens, heads, SPLITS rounded up to fours]. ALONE: the page table has one row. For `launch_pdl`.
     """
-    WORDS: gl.constexpr = 64 * BLOCKS  # of a head, two channels each
+    WORDS: gl.constexpr = 64  # of a head, two channels each
     grid_wait()
     grid_release()
     split = gl.program_id(0)
@@ -201,32 +196,21 @@ def attend_few(
             sequence = gl.minimum(gl.maximum(gl.load(seq_ptr + token), 0), sequences - 1).to(gl.int64)
     # q and its angles are asked for before the rows, and turned while those are on their way
     head = group * 16 + g
-    q_words = words_at(q_ptr) + token * (heads * WORDS) + (4 * BLOCKS) * quad
+    q_words = words_at(q_ptr) + token * (heads * WORDS) + 4 * quad
     q_at = along(q_words + gl.minimum(head, heads - 1) * WORDS, 2, FOURS)
     q_at8 = along(q_words + gl.minimum(head + 8, heads - 1) * WORDS, 2, FOURS)
-    turn = along((4 * BLOCKS) * quad - (WORDS - HALF_ROPE), 2, FOURS)
+    turn = along(4 * quad - (WORDS - HALF_ROPE), 2, FOURS)
     cos_at = cos_ptr + token * HALF_ROPE
     sin_at = sin_ptr + token * HALF_ROPE
     q0, r0 = gl.load(q_at + numbers(4, FOURS)), gl.load(q_at8 + numbers(4, FOURS))
     c0, s0 = angles(cos_at, turn, 0, 1.0, HALF_ROPE), angles(sin_at, turn, 0, 0.0, HALF_ROPE)
-    if BLOCKS == 4:
-        q1, r1 = gl.load(q_at + (4 + numbers(4, FOURS))), gl.load(q_at8 + (4 + numbers(4, FOURS)))
-        c1, s1 = angles(cos_at, turn, 1, 1.0, HALF_ROPE), angles(sin_at, turn, 1, 0.0, HALF_ROPE)
-        q2, r2 = gl.load(q_at + (8 + numbers(4, FOURS))), gl.load(q_at8 + (8 + numbers(4, FOURS)))
-        c2, s2 = angles(cos_at, turn, 2, 1.0, HALF_ROPE), angles(sin_at, turn, 2, 0.0, HALF_ROPE)
-        q3, r3 = gl.load(q_at + (12 + numbers(4, FOURS))), gl.load(q_at8 + (12 + numbers(4, FOURS)))
-        c3, s3 = angles(cos_at, turn, 3, 1.0, HALF_ROPE), angles(sin_at, turn, 3, 0.0, HALF_ROPE)
     if split < NEAR:
         near_row = gl.minimum(gl.maximum(found, 0), window_count - 1).to(gl.int64)
-        near = window_ptr + near_row * (WORDS * 2 + BLOCKS * 4)
-        code = gl.load(near + (WORDS * 2 + (quad4 * BLOCKS >> 2))).to(gl.int32)
-        near_at = words_at(near) + (2 * BLOCKS) * quad4
-        if BLOCKS == 4:
-            raw = gl.load(along(near_at, 3, FOURS_OF_FOUR) + slot)
-            more = gl.load(along(near_at, 3, FOURS_OF_FOUR) + (4 + slot))
-        else:
-            raw = gl.load(near_at)
-            more = gl.load(near_at + 1)
+        near = window_ptr + near_row * (WORDS * 2 + 4)
+        code = gl.load(near + (WORDS * 2 + (quad4 >> 2))).to(gl.int32)
+        near_at = words_at(near) + 2 * quad4
+        raw = gl.load(near_at)
+        more = gl.load(near_at + 1)
     else:
         entry = gl.maximum(found, 0)
         column = gl.minimum(entry // ROWS, table_width - 1)
@@ -234,57 +218,24 @@ def attend_few(
         page = gl.minimum(gl.maximum(page, 0), page_count - 1).to(gl.int64)
         start = pages_ptr + page * PAGE
         row = entry % ROWS
-        payload = words_at(start + PAYLOAD + row * WORDS) + BLOCKS * quad4
-        scales = start + SCALES + row * (8 * BLOCKS)
-        if BLOCKS == 4:
-            code = gl.load(scales.to(gl.pointer_type(gl.int16), bitcast=True) + quad4).to(gl.int32)
-            raw = gl.load(along(payload, 3, FOURS_OF_FOUR) + slot)
-            more = gl.full([4, 32, 4, 4], 0, gl.int32, FOURS_OF_FOUR)
-        else:
-            code = gl.load(scales + (quad4 >> 1)).to(gl.int32)
-            raw = gl.load(payload)
-            more = gl.full([4, 32, 4], 0, gl.int32, FOURS)
+        payload = words_at(start + PAYLOAD + row * WORDS) + quad4
+        scales = start + SCALES + row * 8
+        code = gl.load(scales + (quad4 >> 1)).to(gl.int32)
+        raw = gl.load(payload)
+        more = gl.full([4, 32, 4], 0, gl.int32, FOURS)
     q0, r0 = turned(q0, c0, s0, HALF_ROPE), turned(r0, c0, s0, HALF_ROPE)
-    if BLOCKS == 4:
-        q1, r1 = turned(q1, c1, s1, HALF_ROPE), turned(r1, c1, s1, HALF_ROPE)
-        q2, r2 = turned(q2, c2, s2, HALF_ROPE), turned(r2, c2, s2, HALF_ROPE)
-        q3, r3 = turned(q3, c3, s3, HALF_ROPE), turned(r3, c3, s3, HALF_ROPE)
     code = gl.where(found >= 0, code, 0)  # a row that is not there may hold anything
     if split < NEAR:
         scale0 = window_scale(code)
-        if BLOCKS == 4:
-            w0, w1, w2, w3 = four_of(raw)
-            w4, w5, w6, w7 = four_of(more)
-            k0 = window_block(w0, w1, scale0)
-            k1 = window_block(w2, w3, scale0)
-            k2 = window_block(w4, w5, scale0)
-            k3 = window_block(w6, w7, scale0)
-        else:
-            k0 = window_block(raw, more, scale0)
+        k0 = window_block(raw, more, scale0)
     else:
         scale0 = entry_scale(code & 255)
-        if BLOCKS == 4:
-            scale1 = entry_scale((code >> 8) & 255)
-            w0, w1, w2, w3 = four_of(raw)
-            k0 = entry_block(w0, scale0)
-            k1 = entry_block(w1, scale0)
-            k2 = entry_block(w2, scale1)
-            k3 = entry_block(w3, scale1)
-        else:
-            k0 = entry_block(raw, scale0)
+        k0 = entry_block(raw, scale0)
     present = gl.inline_asm_elementwise(_PRESENT, "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1)
-    area = area_of(8192 * BLOCKS) + warp * (2048 * BLOCKS) + lane * 0
+    area = area_of(8192) + warp * 2048 + lane * 0
     lane = lane + warp * 0
-    _put(k0, area, g, t + warp * 0, 0, BLOCKS)
-    if BLOCKS == 4:
-        _put(k1, area, g, t + warp * 0, 1, BLOCKS)
-        _put(k2, area, g, t + warp * 0, 2, BLOCKS)
-        _put(k3, area, g, t + warp * 0, 3, BLOCKS)
+    _put(k0, area, g, t + warp * 0)
     s = _score(k0, q0, r0, gl.full([4, 32, 4, 4], 0.0, gl.float32, FOURS_OF_FOUR))
-    if BLOCKS == 4:
-        s = _score(k1, q1, r1, s)
-        s = _score(k2, q2, r2, s)
-        s = _score(k3, q3, r3, s)
     space = gl.allocate_shared_memory(gl.float32, [128, 16], _SHARED)
     space.store(shaped(s, [128, 16], _ROWS))
     own: gl.constexpr = gl.SliceLayout(0, SIXTEENS)
@@ -318,39 +269,33 @@ def attend_few(
         lse_ptr + (token * heads + head2) * PLACES + split, lse,
         mask=along((t == 0) & (warp == 0), 2, TWOS) & (head2 < heads),
     )  # fmt: skip
-    at = words_at(part_ptr) + ((token * SPLITS + split) * heads + head) * WORDS + (16 * BLOCKS) * warp + 4 * t
+    at = words_at(part_ptr) + ((token * SPLITS + split) * heads + head) * WORDS + 16 * warp + 4 * t
     at = along(at, 2, FOURS)
     real, real8 = along(head, 2, FOURS) < heads, along(head + 8, 2, FOURS) < heads
-    _weigh(_take(area, lane, 0, BLOCKS), p0, p1, inverse, at, at + 8 * WORDS, real, real8, 0)
-    if BLOCKS == 4:
-        _weigh(_take(area, lane, 1, BLOCKS), p0, p1, inverse, at, at + 8 * WORDS, real, real8, 1)
-        _weigh(_take(area, lane, 2, BLOCKS), p0, p1, inverse, at, at + 8 * WORDS, real, real8, 2)
-        _weigh(_take(area, lane, 3, BLOCKS), p0, p1, inverse, at, at + 8 * WORDS, real, real8, 3)
+    _weigh(_take(area, lane), p0, p1, inverse, at, at + 8 * WORDS, real, real8)
     arrive(spot, gl.where(split == 0, 65 - SPLITS, 1))
     for one in range(split, 16, SPLITS):
         if group * 16 + one < heads:
             _join(
                 part_ptr, lse_ptr, sink_ptr, cos_at, sin_at, out_ptr, spot, goal, token, group * 16 + one,
-                heads, BLOCKS, HALF_ROPE, SPLITS,
+                heads, HALF_ROPE, SPLITS,
             )  # fmt: skip
 
 
 @gluon.jit
 def _join(
     part_ptr, lse_ptr, sink_ptr, cos_at, sin_at, out_ptr, spot, goal, token, head,
-    heads: gl.constexpr, BLOCKS: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
+    heads: gl.constexpr, HALF_ROPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Waits for the parts of a head and writes them weighted by their sums, with the sink, turned back."""
-    WORDS: gl.constexpr = 64 * BLOCKS
-    EACH: gl.constexpr = (BLOCKS + 1) // 2
+    WORDS: gl.constexpr = 64
     PLACES: gl.constexpr = (SPLITS + 3) // 4 * 4
     MOST: gl.constexpr = triton.next_power_of_2(SPLITS)
-    layout: gl.constexpr = TWOS if EACH == 2 else ONES
     sums: gl.constexpr = gl.BlockedLayout([1, 1, MOST], [1, 32, 1], [4, 1, 1], [2, 1, 0])
-    deep: gl.constexpr = gl.BlockedLayout([1, 1, MOST, EACH], [1, 32, 1, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+    deep: gl.constexpr = gl.BlockedLayout([1, 1, MOST, 1], [1, 32, 1, 1], [4, 1, 1, 1], [3, 2, 1, 0])
     warp = gl.arange(0, 4, layout=gl.SliceLayout(1, ONE))[:, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, ONE))[None, :]
-    pair = along((warp * 32 + lane) * EACH, 2, layout) + numbers(EACH, layout)
+    pair = along(warp * 32 + lane, 2, ONES)
     mine = pair < WORDS
     channels = (pair & -16) + 4 * (pair & 3) + ((pair >> 2) & 3)  # which two lie there: `_weigh`
     sink = gl.load(sink_ptr + head) * 1.4426950408889634
@@ -380,7 +325,7 @@ def _join(
     a, b = gl.inline_asm_elementwise(
         SINGLES, "=f,=f,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
-    even, odd = same(gl.sum(weight * a, axis=2), layout), same(gl.sum(weight * b, axis=2), layout)
+    even, odd = same(gl.sum(weight * a, axis=2), ONES), same(gl.sum(weight * b, axis=2), ONES)
     if HALF_ROPE > 0:
         even, odd = even * cos + odd * sin, odd * cos - even * sin
     out = gl.inline_asm_elementwise(_PAIR, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)

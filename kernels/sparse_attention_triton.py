@@ -4,9 +4,9 @@ one pass (spec §3).
 
 On Hopper with 64 heads of 512 `sparse_attention_trades_hopper` does the work, `sparse_attention_hopper` where
 more than two programs share a query, `sparse_attention_wide_hopper` for a chunk whose keys are expanded
-already; where queries are few or heads have 128 channels `sparse_attention_few_hopper`. Here are the kernel
-for every other shape and the choice. Page and row numbers outside what they index are clamped, so nothing
-out of bounds is read.
+already, `sparse_attention_teams_hopper` where queries are few; where heads have 128 channels
+`sparse_attention_few_hopper`. Here are the kernel for every other shape and the choice. Page and row numbers
+outside what they index are clamped, so nothing out of bounds is read.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _write(even, odd, at, mask, cos_ptr, sin_ptr, token, HALF: tl.constexpr, HAL
     tl.store(at + 1, to_bf16(odd), mask=mask)
 
 
-FEW = 4  # queries up to which many small programs beat a few large ones (heads of 512)
+FEW = 7  # queries up to which many small programs beat a few large ones (heads of 512)
 
 
 def choose_splits(tokens: int, entries: int) -> int:
@@ -215,7 +215,7 @@ def sparse_attention(
                 wide.window, rows, sink, out,
             )  # fmt: skip
         if small is not None and (few or not large or tokens <= FEW):
-            _attend_few(given, small, sizes, place, scale, half_rope)
+            _attend_few(given, small, sizes, place, scale, half_rope, settled)
             return out
         if large:
             parts = choose_splits(tokens, count) if splits is None else splits
@@ -231,37 +231,60 @@ def sparse_attention(
 
 def few_parts(
     tokens: int, heads: int, width: int, entries: int, rows: int, half_rope: int
-) -> tuple[int, int] | None:
-    """Programs that take window rows, and entries, of a query in `attend_few`; None where it does not fit.
+) -> tuple[int, int, int] | None:
+    """Warps of a program, and programs that take window rows, and entries, of a query, where queries are few:
+    of `attend_teams`, or of `attend_few` with heads of 128. None where it does not fit.
 
-    Its parts may hold 64 MiB, its counters (eight words each) 256 KiB.
+    A program has 16 heads and eight keys a warp: as few as let all programs run at once. Parts of
+    `attend_few` may hold 64 MiB, its counters (eight words each) 256 KiB.
     """
-    near, far = -(-rows // 32), -(-entries // 32)
-    if width not in (128, 512) or 2 * half_rope > width or not 0 < near + far <= 64:
+    if width not in (128, 512) or 2 * half_rope > width or not rows + entries:
         return None
-    fits = tokens * (near + far) * heads * width * 2 <= 1 << 26 and tokens * -(-heads // 16) * 8 <= 65_536
-    return (near, far) if fits else None
+    groups = tokens * -(-heads // 16)
+    if width == 128:
+        near, far = -(-rows // 32), -(-entries // 32)
+        fits = tokens * (near + far) * heads * 256 <= 1 << 26 and near + far <= 64 and groups * 8 <= 65_536
+        return (4, near, far) if fits else None
+    from cedar.kernels.sparse_attention_teams_hopper import BLOCKS, MOST
+
+    for warps in (4, 8, 16):
+        near, far = -(-rows // (8 * warps)), -(-entries // (8 * warps))
+        if near + far <= MOST and groups * (near + far) <= (MULTIPROCESSORS if warps < 16 else BLOCKS):
+            return warps, near, far
+    return None
 
 
 def _attend_few(
     given: tuple[torch.Tensor, ...],
-    parts: tuple[int, int],
+    parts: tuple[int, int, int],
     sizes: tuple[int, ...],
     place: tuple[int, ...],
     scale: float,
     half_rope: int,
+    settled: bool,
 ) -> None:
+    q = given[0]
+    tokens, heads, width = q.shape
+    warps, near, far = parts
+    splits = near + far
+    grid = (splits, -(-heads // 16), tokens)
+    index = q.device.index or 0
+    if width == 512:
+        from cedar.kernels import sparse_attention_teams_hopper as teams
+
+        teams.attend_teams[grid](
+            *given, *teams.parts(index), *sizes, scale,
+            *place, near, splits, heads, half_rope, sizes[1] == 1, settled, num_warps=warps, launch_pdl=True,
+        )  # fmt: skip
+        return
     from cedar.kernels.grid_hopper import counters
     from cedar.kernels.sparse_attention_few_hopper import attend_few
 
-    q = given[0]
-    tokens, heads, width = q.shape
-    near, splits = parts[0], sum(parts)
     part = torch.empty(tokens, splits, heads, width, dtype=torch.float16, device=q.device)
     lse = torch.empty(tokens, heads, -(-splits // 4) * 4, dtype=torch.float32, device=q.device)
-    attend_few[(splits, -(-heads // 16), tokens)](
-        *given, part, lse, counters(q.device.index or 0), *sizes, scale,
-        *place, near, splits, heads, width // 128, half_rope, sizes[1] == 1, num_warps=4, launch_pdl=True,
+    attend_few[grid](
+        *given, part, lse, counters(index), *sizes, scale,
+        *place, near, splits, heads, half_rope, sizes[1] == 1, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
 
 

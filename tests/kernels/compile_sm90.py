@@ -49,6 +49,7 @@ from cedar.kernels import (
     select_slices_triton,
     sparse_attention_few_hopper,
     sparse_attention_hopper,
+    sparse_attention_teams_hopper,
     sparse_attention_trades_hopper,
     sparse_attention_wide_hopper,
     weights_hopper,
@@ -137,17 +138,35 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
         sparse_attention_few_hopper.attend_few,
         {
             **PAGE,
-            "PAYLOAD": 136_704,
-            "SCALES": 202_240,
+            "PAYLOAD": 210_432,
+            "SCALES": 226_816,
             "NEAR": 4,
             "SPLITS": 20,
-            "heads": 64,
-            "BLOCKS": 4,
-            "HALF_ROPE": 32,
+            "heads": 8,
+            "HALF_ROPE": 8,
             "ALONE": False,
         },
         {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp16"},
         4,
+    ),
+    *(
+        (
+            sparse_attention_teams_hopper.attend_teams,
+            {
+                **PAGE,
+                "PAYLOAD": 136_704,
+                "SCALES": 202_240,
+                "NEAR": 16 // warps,
+                "SPLITS": 80 // warps,
+                "heads": 64,
+                "HALF_ROPE": 32,
+                "ALONE": False,
+                "SETTLED": settled,
+            },
+            {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*i32"},
+            warps,
+        )
+        for warps, settled in ((4, True), (8, True), (16, False))
     ),
     (
         index_scores_hopper.decode_scores,

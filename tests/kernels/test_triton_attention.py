@@ -139,14 +139,18 @@ def test_gathered_scores() -> None:
 
 
 def test_how_a_query_is_shared_out() -> None:
-    """Programs that wait for each other are as many as a counter's arrivals allow, and their parts fit."""
+    """All programs of few queries run at once, as far as one can have it, and parts fit their memory."""
     from cedar.kernels.sparse_attention_triton import choose_splits, few_parts
 
-    assert few_parts(1, 64, 512, 512, 128, 32) == (4, 16)
-    assert few_parts(3, 8, 128, 0, 37, 0) == (2, 0)
+    assert few_parts(1, 64, 512, 512, 128, 32) == (4, 4, 16)
+    assert few_parts(3, 64, 512, 512, 128, 32) == (8, 2, 8)
+    assert [few_parts(n, 64, 512, 512, 128, 32) for n in (4, 6, 51)] == [(16, 1, 4)] * 3
+    assert few_parts(52, 64, 512, 512, 128, 32) is None  # 1,040 parts
+    assert few_parts(3, 8, 128, 0, 37, 0) == (4, 2, 0)
     assert few_parts(1, 64, 256, 512, 128, 32) is None  # heads of other widths
     assert few_parts(1, 64, 128, 512, 128, 80) is None  # more channels turned than there are
-    assert few_parts(1, 64, 512, 64 * 32, 128, 32) is None  # 68 programs
+    assert few_parts(1, 64, 512, 64 * 32, 128, 32) == (16, 1, 16)
+    assert few_parts(1, 64, 512, 20 * 128, 128, 32) is None  # 21 parts
     assert few_parts(1, 64, 512, 0, 0, 32) is None
     assert few_parts(4096, 8, 128, 512, 128, 32) is None  # 168 MB of parts
     for tokens in (1, 3, 8, 64, 66, 67, 4096):
