@@ -65,10 +65,11 @@ def _asked(
 ):  # fmt: skip
     """Where the first block's activations of some slots lie, with their scales, and which of them there are.
 
-    slot in `copy_x`'s layout, for every band, slot_t in COPY_XS's.
+    slot in `copy_x`'s layout, for every column of a product, slot_t in COPY_XS's.
     """
+    N: gl.constexpr = max(8, SLOTS * BANDS)
     X: gl.constexpr = copy_x(GROUPS)
-    n = gl.arange(0, SLOTS * BANDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))
     byte = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))
     g = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, COPY_XS))
@@ -78,7 +79,8 @@ def _asked(
     else:
         x_row = slot
         t_row = slot_t
-    x_at = gl.maximum(x_row, 0).to(gl.int64) * (BANDS * COLUMNS) + n // SLOTS * COLUMNS
+    band = n % 2 if SLOTS == 4 else n // SLOTS
+    x_at = gl.maximum(x_row, 0).to(gl.int64) * (BANDS * COLUMNS) + band * COLUMNS
     x = x_ptr + (x_at[None, :] + group[:, None] * 32)[:, :, None] + byte[None, None, :]
     xs = xs_ptr + gl.maximum(t_row, 0).to(gl.int64)[:, None] * (COLUMNS // 32) + g[None, :]
     return x, xs, (slot >= 0)[None, :, None], (slot_t >= 0)[:, None]
@@ -121,6 +123,49 @@ def _store_sums(one, two, own, row, out_ptr, outputs, SLOTS: gl.constexpr):
     inside = (own >= 0)[None, :]
     gl.store(to, one.to(gl.bfloat16), mask=inside)
     gl.store(to + 64, two.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def _routed(
+    first_desc, second_desc, x_ptr, xs_ptr, slots, weight_ptr, first_scale_ptr, second_scale_ptr, out_ptr,
+    out_scale_ptr, w_s, s_s, x_s, t_s, bars, owner, row, outputs, routed, limit,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr, K: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """An expert's products with the first four or all eight slots of a tile: four have half the sums."""
+    GROUPS: gl.constexpr = 8 if COLUMNS % 256 == 0 else 4
+    BANDS: gl.constexpr = 2 if GATED else 1
+    N: gl.constexpr = max(8, SLOTS * BANDS)  # a product's columns
+    PLACES: gl.constexpr = x_s.shape[0] * 8 * BANDS // N
+    SECOND: gl.constexpr = 0 if GATED else 64
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy_x(GROUPS))))
+    if SLOTS == 4:
+        slot = gl.where(n % 2 < BANDS, gl.load(slots + n // 2), -1)
+    else:
+        slot = gl.load(slots + n % 8)
+    slot_t = gl.load(slots + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, COPY_XS)))
+    own = gl.load(slots + gl.arange(0, SLOTS, layout=gl.SliceLayout(0, sum_of(SLOTS))))
+    if GATED:
+        weight = gl.load(weight_ptr + gl.maximum(own, 0), mask=own >= 0, other=1.0)
+    x, xs, mine, mine_t = _asked(x_ptr, xs_ptr, slot, slot_t, routed, COLUMNS, SLOTS, BANDS, GROUPS, K)
+    base = owner * outputs + row
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_scales(GROUPS)))[:, None]
+    e = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, copy_scales(GROUPS)))[None, :]
+    at = (base + r).to(gl.int64) * (COLUMNS // 32) + e
+    one, two = stream(
+        first_desc, second_desc, base, base + SECOND, first_scale_ptr + at,
+        second_scale_ptr + SECOND * (COLUMNS // 32) + at, r, x, xs, mine, mine_t, w_s, s_s,
+        x_s._reinterpret(gl.uint8, [PLACES, GROUPS, N, 32], SHARED_X3),
+        t_s._reinterpret(gl.float32, [t_s.shape[0] * 8 // SLOTS, SLOTS, GROUPS], FLAT),
+        x_s._reinterpret(gl.float8e4nv, [PLACES * GROUPS, N, 32], SHARED_X), bars,
+        COLUMNS, STAGES, SLOTS, BANDS, GROUPS, False, EARLY,
+    )  # fmt: skip
+    if GATED:
+        code = _activated(one, two, own, weight, row, out_ptr, outputs, limit, SLOTS)
+        n2 = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, code.type.layout))
+        _store_scales(code, gl.load(slots + n2), row, out_scale_ptr, outputs)
+    else:
+        _store_sums(one, two, own, row, out_ptr, outputs, SLOTS)
 
 
 @gluon.jit
@@ -169,8 +214,9 @@ def tiles_of_eight(
 ):  # fmt: skip
     """Grid (outputs / 64 or 128, tiles): an expert's products with its slots' rows of x.
 
-    Slot s below `routed` is choice s % K of token s // K, slot routed + n the shared expert's token n; a
-    tile's owner is an expert, -1 for none or `experts` for the shared one, whose tiles come last and hold
+    Slot s below `routed` is choice s % K of token s // K, slot routed + n the shared expert's token n; those
+    that a tile has come first, and with at most four of them its products have half the columns. A tile's
+    owner is an expert, -1 for none or `experts` for the shared one, whose tiles come last and hold
     SHARED tokens (8, 16 or 32; 0: it has none here), in order; its weights are FP8.
     GATED: 64 rows of each of two weights, gate and up (the shared expert's stand one over the other); x has a
     row for a token in two bands; clamp, SwiGLU, routing weight; out: E4M3 bytes [slots, outputs] in
@@ -206,10 +252,7 @@ def tiles_of_eight(
             grid_release()
         owner = gl.load(owners_ptr + tile)  # on its way together with the slots
         slots = slots_ptr + tile * 8
-        X: gl.constexpr = copy_x(GROUPS)
-        slot = gl.load(slots + gl.arange(0, 8 * BANDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, X))) % 8)
-        slot_t = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(1, COPY_XS)))
-        own = gl.load(slots + gl.arange(0, 8, layout=gl.SliceLayout(0, sum_of(8))))
+        fifth = gl.load(slots + 4)
         if owner >= 0:
             w_s = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 64, 128], SHARED_W)
             x_s = gl.allocate_shared_memory(gl.uint8, [LENGTHS, GROUPS, 8 * BANDS, 32], SHARED_X3)
@@ -254,30 +297,18 @@ def tiles_of_eight(
                     _store_scales(code8, _beside(n8, first, routed, tokens), row, out_scale_ptr, outputs)
                 else:
                     _store_sums(one8, two8, ours, row, out_ptr, outputs, SHARED)
-            else:
-                if GATED:
-                    weight = gl.load(weight_ptr + gl.maximum(own, 0), mask=own >= 0, other=1.0)
-                x, xs, mine, mine_t = _asked(
-                    x_ptr, xs_ptr, slot, slot_t, routed, COLUMNS, 8, BANDS, GROUPS, K
-                )
-                SECOND: gl.constexpr = 0 if GATED else 64
-                base = owner * outputs + row
-                r = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_scales(GROUPS)))[:, None]
-                e = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, copy_scales(GROUPS)))[None, :]
-                at = (base + r).to(gl.int64) * (COLUMNS // 32) + e
-                one, two = stream(
-                    first_desc, second_desc, base, base + SECOND, first_scale_ptr + at,
-                    second_scale_ptr + SECOND * (COLUMNS // 32) + at,
-                    r, x, xs, mine, mine_t, w_s, s_s, x_s, t_s,
-                    x_s._reinterpret(gl.float8e4nv, [LENGTHS * GROUPS, 8 * BANDS, 32], SHARED_X), bars,
-                    COLUMNS, STAGES, 8, BANDS, GROUPS, False, EARLY,
+            elif fifth < 0:
+                _routed(
+                    first_desc, second_desc, x_ptr, xs_ptr, slots, weight_ptr, first_scale_ptr,
+                    second_scale_ptr, out_ptr, out_scale_ptr, w_s, s_s, x_s, t_s, bars, owner, row, outputs,
+                    routed, limit, COLUMNS, STAGES, GATED, EARLY, K, 4,
                 )  # fmt: skip
-                if GATED:
-                    code = _activated(one, two, own, weight, row, out_ptr, outputs, limit, 8)
-                    n2 = gl.arange(0, 8, layout=gl.SliceLayout(0, code.type.layout))
-                    _store_scales(code, gl.load(slots + n2), row, out_scale_ptr, outputs)
-                else:
-                    _store_sums(one, two, own, row, out_ptr, outputs, 8)
+            else:
+                _routed(
+                    first_desc, second_desc, x_ptr, xs_ptr, slots, weight_ptr, first_scale_ptr,
+                    second_scale_ptr, out_ptr, out_scale_ptr, w_s, s_s, x_s, t_s, bars, owner, row, outputs,
+                    routed, limit, COLUMNS, STAGES, GATED, EARLY, K, 8,
+                )  # fmt: skip
             for i in gl.static_range(STAGES):
                 mbarrier.invalidate(bars.index(i))
             if SHARED > 0 and not GATED:

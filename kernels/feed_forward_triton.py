@@ -12,7 +12,7 @@ from cedar.kernels.linear_triton import hopper, linear_fp8
 from cedar.kernels.prepared import CODES
 from cedar.kernels.router_triton import counters, route_to_columns, route_to_tiles
 
-MOST = 512  # choices, or one an expert, up to which few launches pay
+MOST = 768  # choices (128 tokens of six), or one an expert, up to which a step has few launches
 
 
 def fits(tokens, width, k, routed, shared) -> bool:

@@ -56,28 +56,22 @@ def store_codes(out_ptr, scale_ptr, x, channel, inside, B: tl.constexpr):
 
 
 @triton.jit
-def band_channel(place):
-    """The channel that lies at `place` (int32 tensor) of a row that `store_bands` writes."""
-    c = place % 32
-    return place - c + c % 16 * 2 + c // 16
-
-
-@triton.jit
 def _words(byte, T: tl.constexpr, B: tl.constexpr):
-    """Four bytes each of int32 [T, B] as a word, [T, B / 4]: a store of bytes goes through the layout of
+    """Bytes int32 [T, B] of channels in natural order, four even ones a word and four odd ones: two [T,
+    B / 8]. A thread that loaded eight channels has both; a store of bytes would go through the layout of
     bytes, which the compiler gets wrong.
     """
-    four = tl.reshape(byte, [T, B // 4, 4])
-    return tl.sum(four << (tl.arange(0, 4) * 8)[None, None, :], axis=2)
+    even, odd = tl.split(tl.reshape(byte, [T, B // 8, 4, 2]))
+    shift = (tl.arange(0, 4) * 8)[None, None, :]
+    return tl.sum(even << shift, axis=2), tl.sum(odd << shift, axis=2)
 
 
 @triton.jit
-def store_bands(out_ptr, scale_ptr, x, token, place, mine, width):
-    """Quantises fp32 x [T, B] (bf16 values), the channels at `place` int32 [B] of tokens int64 [T], as
-    `bands_hopper` reads it: E4M3 bytes [tokens, 2, width], even channels of a group of 32 first, the coarse
-    ones (16 and more) in the first half and the others in the second, zeros where they are not; scales times
-    2^6, fp32 [tokens, width / 32]. B is a multiple of 32, from a group's first place on; mine [T, B], whole
-    groups. out_ptr is a pointer to int32.
+def store_bands(out_ptr, scale_ptr, x, token, there, base, width):
+    """Quantises fp32 x [T, B] (bf16 values), channels `base` on of tokens int64 [T], as `bands_hopper` reads
+    it: E4M3 bytes [tokens, 2, width], even channels of a group of 32 first, the coarse ones (16 and more) in
+    the first half and the others in the second, zeros where they are not; scales times 2^6, fp32 [tokens,
+    width / 32]. base and B are multiples of 32; there [T]: which tokens are. out_ptr is a pointer to int32.
     """
     T: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
@@ -85,13 +79,17 @@ def store_bands(out_ptr, scale_ptr, x, token, place, mine, width):
     down = ((254 - code) << 23).to(tl.float32, bitcast=True)
     down = tl.reshape(tl.broadcast_to(down[:, :, None], [T, B // 32, 32]), [T, B])
     byte = to_e4m3(tl.clamp(x * down, -448.0, 448.0)).to(tl.uint8, bitcast=True).to(tl.int32)
-    coarse = (byte & 0x7F) >= 0x58
-    word = tl.min(tl.reshape(place, [B // 4, 4]), axis=1) // 4
-    whole = tl.max(tl.reshape(mine.to(tl.int32), [T, B // 4, 4]), axis=2) > 0
-    out = out_ptr + token[:, None] * (width // 2) + word[None, :]
-    tl.store(out, _words(tl.where(coarse, byte, 0), T, B), mask=whole)
-    tl.store(out + width // 4, _words(tl.where(coarse, 0, byte), T, B), mask=whole)
-    group = tl.min(tl.reshape(place, [B // 32, 32]), axis=1) // 32
-    held = tl.max(tl.reshape(mine.to(tl.int32), [T, B // 32, 32]), axis=2) > 0
+    coarse = tl.where((byte & 0x7F) >= 0x58, byte, 0)
+    eight = tl.arange(0, B // 8)
+    out = out_ptr + token[:, None] * (width // 2) + (base // 4 + eight // 4 * 8 + eight % 4)[None, :]
+    mine = there[:, None] & (base + eight * 8 < width)[None, :]
+    even, odd = _words(coarse, T, B)
+    tl.store(out, even, mask=mine)
+    tl.store(out + 4, odd, mask=mine)
+    even, odd = _words(byte - coarse, T, B)
+    tl.store(out + width // 4, even, mask=mine)
+    tl.store(out + width // 4 + 4, odd, mask=mine)
+    group = base // 32 + tl.arange(0, B // 32)
     power = (code << 23).to(tl.float32, bitcast=True) * 64.0
-    tl.store(scale_ptr + token[:, None] * (width // 32) + group[None, :], power, mask=held)
+    to = scale_ptr + token[:, None] * (width // 32) + group[None, :]
+    tl.store(to, power, mask=there[:, None] & (group < width // 32)[None, :])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from cedar.kernels.linear_triton import hopper, linear_bf16, multiprocessors
 from cedar.kernels.packed_triton import INTERPRETED
-from cedar.kernels.prepared_triton import band_channel, store_bands
+from cedar.kernels.prepared_triton import store_bands
 
 COUNTERS = 65_536
 MANY = 256  # tokens beyond which a library product and a launch for the selection are faster
@@ -63,12 +63,12 @@ def _select(
 
 @triton.jit
 def _quantised(x_ptr, bands_ptr, powers_ptr, token, tokens, base, width, BK: tl.constexpr):
-    """BK channels from `base` on of some rows, in two bands: gathered, so that stores are whole."""
-    place = base + tl.arange(0, BK)
-    mine = (token < tokens)[:, None] & (place < width)[None, :]
+    """BK channels from `base` on of some rows, in two bands."""
+    channel = base + tl.arange(0, BK)
     row = token.to(tl.int64)
-    x = tl.load(x_ptr + row[:, None] * width + band_channel(place)[None, :], mask=mine, other=0.0)
-    store_bands(bands_ptr, powers_ptr, x.to(tl.float32), row, place, mine, width)
+    mine = (token < tokens)[:, None] & (channel < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=mine, other=0.0)
+    store_bands(bands_ptr, powers_ptr, x.to(tl.float32), row, token < tokens, base, width)
 
 
 @triton.jit
@@ -126,8 +126,8 @@ def _route(
     P: tl.constexpr, ALONE: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (LANES·SPLITS, ceil(tokens / T)): BE experts and a share of the channels of T tokens; then R of
-    the tokens, selected, and RQ quantised. TILE, 0 for none: slots of a tile of one expert. ALONE: one
-    program selects for all. OWN: for one token.
+    the tokens, selected, and pieces of RQ of them quantised. TILE, 0 for none: slots of a tile of one expert.
+    ALONE: one program selects for all. OWN: for one token.
     """
     PROGRAMS: tl.constexpr = LANES * SPLITS
     each_ptr = count_ptr + done - E  # of each expert, how many chose it
@@ -165,11 +165,10 @@ def _route(
         here = tl.atomic_add(meet_ptr + group, 1, sem="acq_rel")
         if here & (MEETING - 1) == PROGRAMS - 1:  # not %: counters pass 2^31 and are negative then
             tl.atomic_add(meet_ptr + group, MEETING - PROGRAMS, sem="acq_rel")
-    if TILE > 0:  # noqa: SIM102  (the one is known when this is compiled, the other is not)
-        if lane * RQ < T:  # while the others come
-            row = group * T + lane * RQ + tl.arange(0, RQ)
-            for i in range(each):
-                _quantised(x_ptr, bands_ptr, powers_ptr, row, tokens, start + i * BK, width, BK)
+    if TILE > 0:
+        for piece in range(program, T // RQ * tl.cdiv(width, BK), PROGRAMS):  # while the others come
+            row = group * T + piece % (T // RQ) * RQ + tl.arange(0, RQ)
+            _quantised(x_ptr, bands_ptr, powers_ptr, row, tokens, piece // (T // RQ) * BK, width, BK)
     selected = 0
     if PROGRAMS == 1:
         _select(acc, bias_ptr, ids_ptr, weights_ptr, owners_ptr, ranks_ptr, each_ptr, token.to(tl.int64),
@@ -376,7 +375,7 @@ def _launch(
             counters(x.device), ids, weights, *outputs, tokens, width, experts,
             experts if bias.dim() == 2 else 0, k, scale, routed, COUNTERS - 1, together, block, deep,
             lanes, splits, triton.next_power_of_2(splits),
-            block if programs == 1 else size, selects, triton.next_power_of_2(triton.cdiv(together, lanes)),
+            block if programs == 1 else size, selects, max(8, together // 4),
             tile_rows, max(16, triton.next_power_of_2(count)), groups == 1 and tokens <= selects,
             tile_rows > 0 and tokens == 1 and (k + 1) * tile_rows <= 1024, on_hopper,
             num_warps=4 if together == 16 else 8, **({"launch_pdl": True} if on_hopper else {}),

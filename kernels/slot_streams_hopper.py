@@ -43,16 +43,22 @@ def _words(groups):
 
 @gluon.constexpr_function
 def sum_of(columns):
-    """Sums fp32 [64, columns] of a product."""
+    """Sums fp32 [64, columns] of a product; of four columns, a product's of eight added up by twos."""
+    if columns == 4:
+        return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *LANES], WARPS, [], [64, 4])
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
 @gluon.constexpr_function
 def _columns(groups, slots):
-    """Scales of 8, 16 or 32 slots: a thread has those of its columns of a sum."""
+    """Scales of 4, 8, 16 or 32 slots: a thread has those of its columns of a sum."""
     each = [[0, 1 << i] for i in range(groups.bit_length() - 1)]
     more = [[8 << i, 0] for i in range(slots // 16)]
     none = [0, 0]
+    if slots == 4:
+        return gl.DistributedLinearLayout(
+            each, [[1, 0], [2, 0], none, none, none], [none, none], [], [slots, groups]
+        )
     return gl.DistributedLinearLayout(
         [*each, [1, 0], *more], [[2, 0], [4, 0], none, none, none], [none, none], [], [slots, groups]
     )
@@ -82,9 +88,12 @@ def _four(v, A: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def _start(left, x, SLOTS: gl.constexpr, BANDS: gl.constexpr):
-    """A group's sums [64, SLOTS BANDS]: all slots' coarse band, then their fine one."""
-    L: gl.constexpr = sum_of(SLOTS * BANDS)
-    zero = gl.full([64, SLOTS * BANDS], 0.0, gl.float32, L)
+    """A group's sums [64, SLOTS BANDS]: all slots' coarse band, then their fine one. Of four slots [64, 8],
+    both bands of one slot after the other, or one and nothing.
+    """
+    COLUMNS: gl.constexpr = max(8, SLOTS * BANDS)
+    L: gl.constexpr = sum_of(COLUMNS)
+    zero = gl.full([64, COLUMNS], 0.0, gl.float32, L)
     operand = gl.convert_layout(left, gl.DotOperandLayout(0, L, 4))
     return warpgroup_mma(operand, x.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -93,7 +102,10 @@ def _start(left, x, SLOTS: gl.constexpr, BANDS: gl.constexpr):
 def _scaled(p, t, power, SLOTS: gl.constexpr, BANDS: gl.constexpr):
     """A group's sums [64, SLOTS] times the scales t of its slots and `power`, fp32 bits, of its rows."""
     L: gl.constexpr = sum_of(SLOTS)
-    if BANDS == 2:
+    if SLOTS == 4:
+        coarse, fine = gl.split(gl.reshape(p, [64, 4, 2]))
+        both = gl.convert_layout(coarse + fine if BANDS == 2 else coarse, L)
+    elif BANDS == 2:
         both = gl.convert_layout(gl.sum(gl.reshape(p, [64, 2, SLOTS]), axis=1), L)
     else:
         both = p

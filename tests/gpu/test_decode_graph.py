@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 # Launches of a Reuse layer: docs/performance.md has them one by one.
-MOST_DECODE = {1: 11, 8: 11, 64: 11, 80: 11}  # by batch
+MOST_DECODE = {1: 11, 8: 11, 64: 11, 100: 11, 128: 11}  # by batch
 # By tokens of the chunk, at Flash's own widths, as a library's product may be two launches. A network's chunk
 # is 512 unless it is told otherwise; beyond 1,024 (the clusters' presets have 8,192) kernels are 4,096's.
 MOST_PREFILL = {512: 15, 1024: 15, 4096: 15}

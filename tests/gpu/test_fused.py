@@ -254,7 +254,7 @@ def test_a_router_after_eight_million_launches(tokens: int) -> None:
     ("tokens", "inner", "width"),
     [
         *((1, 384, 512), (1, 512, 1280), (1, 768, 256)),
-        *((tokens, 384, 512) for tokens in (5, 9, 16, 17, 33, 64, 85)),
+        *((tokens, 384, 512) for tokens in (5, 9, 16, 17, 33, 64, 85, 128)),
     ],
 )
 def test_feed_forward(tokens: int, inner: int, width: int) -> None:

@@ -559,7 +559,7 @@ CASES: tuple[tuple[Any, dict[str, Any], dict[str, str], int], ...] = (
             "SP2": 32,
             "E": 512,
             "R": 1,
-            "RQ": 4,
+            "RQ": 8,
             "TILE": 8,
             "P": 128,
             "ALONE": False,
