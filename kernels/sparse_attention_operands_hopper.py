@@ -122,16 +122,6 @@ def words_at(pointer):
 
 
 @gluon.jit
-def four_of(x):
-    """The four [4, 32, N] of [4, 32, N, 4]."""
-    N: gl.constexpr = x.shape[2]
-    even, odd = gl.split(gl.reshape(x, [4, 32, N, 2, 2]))
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    return same(a, FOURS), same(b, FOURS), same(c, FOURS), same(d, FOURS)
-
-
-@gluon.jit
 def stack(a, b, c, d):
     """Four [4, 32, 4] as [4, 32, 4, 4], side by side in the last axis."""
     both = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 1, 2, 4, 3))
