@@ -31,6 +31,9 @@ SMALL = 48  # programs that leave room for the next launch's
 MOST = 1024
 
 
+QUERIES = 64 * 512  # outputs of wq_b, which attention follows that may read before (`waits_first`)
+
+
 class Few(NamedTuple):
     """How up to 16 tokens are cut: wgmma's columns, blocks of 128 channels a program, stages and how many of
     them are asked for before the launch before this one has ended, warps, shares of the channels in one tile
@@ -135,7 +138,8 @@ def _few(tokens: int, outputs: int, columns: int) -> Few:
     ahead = int(stages > 1 or each == 1)  # else a block would be waited for before it is asked for
     # late where the next launch's programs find room beside all of this one's
     early = splits == 1 or not SMALL < tiles * splits <= 2 * MULTIPROCESSORS
-    return Few(n, each, stages, _asked(stages, early), warps, 1, splits, ahead, early)
+    asked = _asked(stages, early)
+    return Few(n, each, stages, asked, warps, 1, splits, ahead, early and outputs != QUERIES)
 
 
 def _asked(stages: int, early: bool) -> int:

@@ -152,7 +152,7 @@ def test_scores_that_rise_from_tile_to_tile() -> None:
             assert (got.double() - want).norm() <= 2.4e-3 * want.norm()
 
 
-@pytest.mark.parametrize("tokens", [48, 64, 100, 128, 384])
+@pytest.mark.parametrize("tokens", [1, 6, 7, 16, 48, 64, 100, 128, 384])
 def test_rows_of_the_launch_before_the_queries_are_seen(tokens: int) -> None:
     """`settled` in a captured chain of window row, queries, attention: each step reads its own new row."""
     from cedar.kernels.latents import norm_latents
