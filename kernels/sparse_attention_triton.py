@@ -245,7 +245,7 @@ def few_parts(
         near, far = -(-rows // 32), -(-entries // 32)
         fits = tokens * (near + far) * heads * 256 <= 1 << 26 and near + far <= 64 and groups * 8 <= 65_536
         return (4, near, far) if fits else None
-    from cedar.kernels.sparse_attention_teams_hopper import BLOCKS, MOST
+    from cedar.kernels.sparse_attention_until_hopper import BLOCKS, MOST
 
     for warps in (4, 8, 16):
         near, far = -(-rows // (8 * warps)), -(-entries // (8 * warps))
@@ -270,10 +270,11 @@ def _attend_few(
     grid = (splits, -(-heads // 16), tokens)
     index = q.device.index or 0
     if width == 512:
-        from cedar.kernels import sparse_attention_teams_hopper as teams
+        from cedar.kernels.sparse_attention_teams_hopper import attend_teams
+        from cedar.kernels.sparse_attention_until_hopper import parts as places_of_parts
 
-        teams.attend_teams[grid](
-            *given, *teams.parts(index), *sizes, scale,
+        attend_teams[grid](
+            *given, *places_of_parts(index), *sizes, scale,
             *place, near, splits, heads, half_rope, sizes[1] == 1, settled, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         return

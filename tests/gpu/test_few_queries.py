@@ -102,7 +102,7 @@ def test_programs_meet_in_every_replay() -> None:
     """
     from cedar.kernels.grid_hopper import counters
     from cedar.kernels.sparse_attention import sparse_attention
-    from cedar.kernels.sparse_attention_teams_hopper import parts
+    from cedar.kernels.sparse_attention_until_hopper import parts
 
     calls = [arguments(64, 512, n, 512, 128, 32, torch.int32) for n in (1, 2, 4, 6, 12)]
     calls.append(arguments(8, 128, 3, 300, 128, 32, torch.int32))
