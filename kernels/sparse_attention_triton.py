@@ -235,7 +235,8 @@ def few_parts(
     """Warps of a program, and programs that take window rows, and entries, of a query, where queries are few:
     of `attend_teams`, or of `attend_few` with heads of 128. None where it does not fit.
 
-    A program has 16 heads and eight keys a warp: as few as let all programs run at once. Parts of
+    A program has 16 heads and eight keys a warp: as few as let all programs run at once, for as many queries
+    as a step of these is padded to, lest the order of sums and so the bits be others there. Parts of
     `attend_few` may hold 64 MiB, its counters (eight words each) 256 KiB.
     """
     if width not in (128, 512) or 2 * half_rope > width or not rows + entries:
@@ -247,6 +248,7 @@ def few_parts(
         return (4, near, far) if fits else None
     from cedar.kernels.sparse_attention_until_hopper import BLOCKS, MOST
 
+    groups = triton.next_power_of_2(tokens) * -(-heads // 16)
     for warps in (4, 8, 16):
         near, far = -(-rows // (8 * warps)), -(-entries // (8 * warps))
         if near + far <= MOST and groups * (near + far) <= (MULTIPROCESSORS if warps < 16 else BLOCKS):

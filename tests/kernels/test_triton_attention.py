@@ -143,9 +143,13 @@ def test_how_a_query_is_shared_out() -> None:
     from cedar.kernels.sparse_attention_triton import choose_splits, few_parts
 
     assert few_parts(1, 64, 512, 512, 128, 32) == (4, 4, 16)
-    assert few_parts(3, 64, 512, 512, 128, 32) == (8, 2, 8)
-    assert [few_parts(n, 64, 512, 512, 128, 32) for n in (4, 6, 51)] == [(16, 1, 4)] * 3
-    assert few_parts(52, 64, 512, 512, 128, 32) is None  # 1,040 parts
+    assert few_parts(2, 64, 512, 512, 128, 32) == (8, 2, 8)
+    assert [few_parts(n, 64, 512, 512, 128, 32) for n in (3, 4, 6, 32)] == [(16, 1, 4)] * 4
+    assert few_parts(33, 64, 512, 512, 128, 32) is None  # as 64: 1,280 parts
+    for tokens in (1, 2, 3, 5, 7, 9, 30):  # a step is padded to the next rung: its sums have one order
+        for shape in ((64, 512, 512, 128, 32), (16, 512, 512, 128, 32), (8, 128, 512, 128, 0)):
+            rung = 1 << (tokens - 1).bit_length()
+            assert few_parts(tokens, *shape) == few_parts(rung, *shape)
     assert few_parts(3, 8, 128, 0, 37, 0) == (4, 2, 0)
     assert few_parts(1, 64, 256, 512, 128, 32) is None  # heads of other widths
     assert few_parts(1, 64, 128, 512, 128, 80) is None  # more channels turned than there are
